@@ -1,0 +1,61 @@
+# Every target sets up what it needs by itself, once; `make help` lists them.
+
+VENV ?= .venv
+CONSTRAINTS ?= constraints/dev.txt
+OVERRIDES ?=
+PYTHON ?=
+PYTEST_ARGS ?=
+
+DEMO_AGENT = examples/calculator/agent.py:run
+DEMO_PAYLOAD = {"prompt": "What is 17 * 23?"}
+
+BIN = $(VENV)/bin
+# Named after what it was made under, so that a change of constraints is seen.
+EMPTY =
+SPACE = $(EMPTY) $(EMPTY)
+STAMP = $(VENV)/.made-under-$(subst $(SPACE),-,$(strip $(basename $(notdir $(CONSTRAINTS) $(OVERRIDES)))))
+
+export COVERAGE_FILE = $(VENV)/.coverage
+
+.PHONY: help venv test demo lint test-openai3 clean
+
+help:
+	@echo "make test          run the tests; core must be covered to 95 %"
+	@echo "make demo          run one rollout of an example agent and show what would be trained"
+	@echo "make lint          ruff, mypy, import-linter"
+	@echo "make test-openai3  the tests that use the openai client, under openai 3"
+	@echo "make venv          only set up the environment"
+	@echo "make clean         remove the environments, caches and build products"
+	@echo
+	@echo "Variables: PYTHON=…, VENV=$(VENV), CONSTRAINTS=$(CONSTRAINTS), OVERRIDES=…, PYTEST_ARGS=…"
+	@echo "With TURNLEAF_REQUIRE_ALL=1 a skipped test fails."
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml $(CONSTRAINTS) $(OVERRIDES) scripts/make-venv scripts/find-python
+	@VENV='$(VENV)' CONSTRAINTS='$(CONSTRAINTS)' OVERRIDES='$(OVERRIDES)' PYTHON='$(PYTHON)' \
+		scripts/make-venv
+	@rm -f $(VENV)/.made-under-*
+	@touch $@
+
+test: $(STAMP)
+	$(BIN)/python -m pytest --cov --cov-report= $(PYTEST_ARGS)
+	$(BIN)/python -m coverage report --include='*/turnleaf/core/*' --fail-under=95
+
+demo: $(STAMP)
+	$(BIN)/turnleaf try $(DEMO_AGENT) --payload '$(DEMO_PAYLOAD)'
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy --strict src
+	$(BIN)/lint-imports
+
+test-openai3:
+	$(MAKE) venv VENV=.venv-openai3 OVERRIDES=constraints/openai3.txt
+	.venv-openai3/bin/python -m pytest -m openai_client $(PYTEST_ARGS)
+
+clean:
+	rm -rf .venv .venv-* build dist htmlcov .coverage .hypothesis .import_linter_cache
+	rm -rf .mypy_cache .pytest_cache .ruff_cache
+	find conftest.py src tests examples docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,34 @@
+"""What holds for every test, the code blocks of README.md and docs/ included."""
+
+import os
+from collections.abc import Generator
+from typing import TypeVar
+
+import pytest
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
+
+pytest_plugins = ["pytester"]
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"]).pytest()
+
+
+def _refuse_skip(report: Report) -> Report:
+    """Turn a skip into a failure under TURNLEAF_REQUIRE_ALL=1; an expected failure stays one."""
+    required = os.environ.get("TURNLEAF_REQUIRE_ALL") == "1"
+    if required and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped although TURNLEAF_REQUIRE_ALL=1: {report.longreprtext}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return _refuse_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return _refuse_skip((yield))

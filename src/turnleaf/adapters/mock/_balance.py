@@ -1,0 +1,172 @@
+"""The end-to-end check: sampled = trained exactly once + excluded, by reason, + lost."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from turnleaf.adapters.mock._ledger import LedgerEntry
+from turnleaf.core import Exclusion, Leaf, Trajectory, Turn, WeightSpan
+
+__all__ = ["LedgerReport", "Loss", "compare"]
+
+Loss = Literal["unanswered", "aborted", "miscounted", "retried"]
+"""Why what an engine sampled is in no turn.
+
+unanswered: the call was cut before an answer left the engine. aborted: it was ended by an abort,
+and nobody waited for the part. miscounted: its reply was refused, since its counts do not fit.
+retried: its reply did not arrive, and a later attempt became the turn.
+"""
+
+
+@attrs.frozen
+class LedgerReport:
+    """How many token ids were sampled, and what became of them.
+
+    problems: what does not add up, one sentence each; empty when the books balance.
+    """
+
+    sampled: int
+    trained: int
+    excluded: dict[Exclusion, int]
+    lost: dict[Loss, int]
+    problems: tuple[str, ...]
+
+    def raise_for_problems(self) -> None:
+        """Raise AssertionError with every problem, unless the books balance."""
+        if self.problems:
+            raise AssertionError("the ledger does not balance:\n" + "\n".join(self.problems))
+
+
+def compare(entries: Iterable[LedgerEntry], trajectories: Iterable[Trajectory]) -> LedgerReport:
+    """Account for every id that an engine sampled.
+
+    What is trained is found by looking in the leaves for the prompt and output that the *engine*
+    saw, position by position; of turns and leaves, only tokens, mask and log-probabilities count.
+    """
+    trajectories = list(trajectories)
+    problems: list[str] = []
+    calls: dict[str, list[LedgerEntry]] = defaultdict(list)
+    sampled = 0
+    for entry in entries:
+        calls[entry.turn_id].append(entry)
+        sampled += len(entry.output_ids)
+
+    excluded: Counter[Exclusion] = Counter()
+    lost: Counter[Loss] = Counter()
+    trained = 0
+    for trajectory in trajectories:
+        to_train: list[LedgerEntry] = []
+        left_out: list[LedgerEntry] = []
+        for turn in trajectory.turns:
+            attempts = calls.pop(turn.id, [])
+            recorded = _recorded(turn, attempts)
+            for entry in attempts:
+                if entry is not recorded:
+                    lost[_loss(entry) or "retried"] += len(entry.output_ids)
+            if recorded is None:
+                if len(turn.output):
+                    problems.append(f"turn {turn.id}: no answered engine call sampled its output")
+                continue
+            problems += _turn_problems(trajectory, turn, recorded)
+            if turn.excluded is None:
+                to_train.append(recorded)
+            else:
+                left_out.append(recorded)
+                excluded[turn.excluded] += len(recorded.output_ids)
+        leaves = trajectory.leaves()
+        problems += _leaf_problems(leaves, to_train, left_out)
+        trained += sum(int(np.count_nonzero(leaf.loss_mask)) for leaf in leaves)
+
+    for turn_id, attempts in calls.items():
+        for entry in attempts:
+            reason = _loss(entry)
+            if reason is None:
+                problems.append(f"call {entry.rid}: answered, but turn {turn_id} was not recorded")
+            else:
+                lost[reason] += len(entry.output_ids)
+    accounted = trained + excluded.total() + lost.total()
+    if sampled != accounted:
+        problems.append(
+            f"{sampled} ids were sampled, but {trained} are trained, {excluded.total()} excluded "
+            f"and {lost.total()} lost"
+        )
+    return LedgerReport(sampled, trained, dict(excluded), dict(lost), tuple(problems))
+
+
+def _loss(entry: LedgerEntry) -> Loss | None:
+    if not entry.answered:
+        return "unanswered"
+    if entry.completion_tokens != len(entry.output_ids):
+        return "miscounted"
+    if entry.finish == "abort":
+        return "aborted"
+    return None
+
+
+def _recorded(turn: Turn, attempts: list[LedgerEntry]) -> LedgerEntry | None:
+    """The attempt that the turn was recorded from: the last whose answer could be trusted."""
+    usable = [entry for entry in attempts if _loss(entry) in (None, "aborted")]
+    if not usable or (usable[-1].finish == "abort" and not len(turn.output)):
+        return None
+    return usable[-1]
+
+
+def _turn_problems(trajectory: Trajectory, turn: Turn, entry: LedgerEntry) -> Iterator[str]:
+    path = trajectory.tokens_through(turn.id)
+    sampled = (WeightSpan(entry.weight_version, len(entry.output_ids)),)
+    for name, same in (
+        ("prompt", np.array_equal(path[: len(path) - len(turn.output)], entry.input_ids)),
+        ("output", np.array_equal(turn.output, entry.output_ids)),
+        ("logprobs", np.array_equal(turn.logprobs, entry.logprobs.astype(np.float32))),
+        ("finish_reason", turn.finish_reason == entry.finish),
+        ("weight_versions", turn.weight_versions == sampled),
+    ):
+        if not same:
+            yield f"turn {turn.id}: not the {name} of call {entry.rid}"
+
+
+def _leaf_problems(
+    leaves: list[Leaf], to_train: list[LedgerEntry], left_out: list[LedgerEntry]
+) -> Iterator[str]:
+    unclaimed = [leaf.loss_mask.copy() for leaf in leaves]
+    # Longest first: of two outputs to one prompt, one may be the beginning of the other.
+    for entry in sorted(to_train, key=lambda entry: -len(entry.output_ids)):
+        for leaf, mask in zip(leaves, unclaimed, strict=True):
+            if _trains(leaf, mask, entry):
+                mask[_span(entry)] = False
+                break
+        else:
+            yield f"call {entry.rid}: no leaf trains its output in the context it was sampled in"
+    for number, (leaf, mask) in enumerate(zip(leaves, unclaimed, strict=True)):
+        if not mask.any():
+            continue
+        culprits = [
+            f"call {entry.rid} is {what}"
+            for what, group in (("trained again", to_train), ("excluded", left_out))
+            for entry in group
+            if _trains(leaf, mask, entry)
+        ]
+        yield (
+            f"leaf {number}: {np.count_nonzero(mask)} trained positions, the first at "
+            f"{np.flatnonzero(mask)[0]}, that nobody sampled there ({', '.join(culprits) or '?'})"
+        )
+
+
+def _span(entry: LedgerEntry) -> slice:
+    return slice(len(entry.input_ids), len(entry.input_ids) + len(entry.output_ids))
+
+
+def _trains(leaf: Leaf, mask: npt.NDArray[np.bool_], entry: LedgerEntry) -> bool:
+    """Whether the leaf trains the call's output right behind the call's own prompt."""
+    span = _span(entry)
+    return (
+        span.stop <= len(leaf.tokens)
+        and bool(mask[span].all())
+        and np.array_equal(leaf.tokens[span], entry.output_ids)
+        and np.array_equal(leaf.logprobs[span], entry.logprobs.astype(np.float32))
+        and np.array_equal(leaf.tokens[: span.start], entry.input_ids)
+    )

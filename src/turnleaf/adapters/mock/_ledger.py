@@ -1,0 +1,88 @@
+"""What an engine sampled, call by call, and whether all of it is accounted for."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from turnleaf.core import FinishReason, TokenIds
+
+__all__ = ["Ledger", "LedgerEntry", "turn_of"]
+
+
+def _int32(values: Any) -> TokenIds:
+    return np.asarray(values, dtype=np.int32)
+
+
+def _float64(values: Any) -> npt.NDArray[np.float64]:
+    return np.asarray(values, dtype=np.float64)
+
+
+def turn_of(rid: str) -> str:
+    """The id of the turn that a call was made for: its rid is `<turn id>.<attempt>`."""
+    turn_id, _, attempt = rid.rpartition(".")
+    return turn_id if turn_id and attempt.isdecimal() else rid
+
+
+@attrs.frozen(eq=False)
+class LedgerEntry:
+    """One engine call that sampled something.
+
+    rid: of the attempt. turn_id: the rid without the attempt. input_ids: int32[p], the prompt as
+    it arrived. output_ids: int32[n], n > 0. logprobs: float64[n], as they went out.
+    completion_tokens: how many output tokens the reply claimed; n, unless a script lied.
+    answered: whether an answer left the engine.
+    """
+
+    rid: str
+    turn_id: str
+    routing_key: str
+    input_ids: TokenIds = attrs.field(converter=_int32)
+    output_ids: TokenIds = attrs.field(converter=_int32)
+    logprobs: npt.NDArray[np.float64] = attrs.field(converter=_float64)
+    weight_version: str
+    finish: FinishReason
+    completion_tokens: int
+    answered: bool
+
+
+class Ledger:
+    """The engine calls that sampled something, in the order in which they ended.
+
+    path: where each is also appended as one line of JSON, whole lines only. Iterating yields
+    `LedgerEntry`s.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._entries: list[LedgerEntry] = []
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """What was written to `path`; raises ValueError or TypeError when that is no ledger."""
+        ledger = cls()
+        for line in path.read_bytes().splitlines():
+            ledger._entries.append(LedgerEntry(**orjson.loads(line)))
+        return ledger
+
+    def append(self, entry: LedgerEntry) -> None:
+        """Add a call."""
+        self._entries.append(entry)
+        if self._path is not None:
+            fields = attrs.asdict(entry, recurse=False)
+            line = orjson.dumps(
+                fields, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+            )
+            # Unbuffered, so that a line is there whole or not at all when the process is killed.
+            with self._path.open("ab", buffering=0) as file:
+                file.write(line)
+
+    def __iter__(self) -> Iterator[LedgerEntry]:
+        return iter(tuple(self._entries))
+
+    def __len__(self) -> int:
+        return len(self._entries)

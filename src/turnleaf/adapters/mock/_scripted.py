@@ -1,0 +1,336 @@
+"""An engine that samples what a script says, and keeps a ledger of it."""
+
+import math
+import zlib
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import anyio
+import attrs
+import numpy as np
+
+from turnleaf.adapters.mock._ledger import Ledger, LedgerEntry, turn_of
+from turnleaf.adapters.mock._script import Reply, ReplyFunction, Script, parse_reply, parse_script
+from turnleaf.core import ContractError, FinishReason, TokenIds
+
+__all__ = ["Answer", "Call", "Failure", "Outcome", "ScriptedEngine", "Tokenizer"]
+
+_REMEMBERED_SEQUENCES = 64
+_DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+
+
+class Tokenizer(Protocol):
+    """Text ⇄ ids, control tokens included."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@attrs.define(eq=False)
+class Call:
+    """One `/generate` request. aborted, gone: it was aborted; its client went away."""
+
+    rid: str
+    routing_key: str
+    input_ids: TokenIds
+    sampling: Mapping[str, Any]
+    aborted: bool = False
+    gone: bool = False
+    _interrupted: anyio.Event = attrs.field(init=False, factory=anyio.Event)
+
+    def abort(self) -> None:
+        """End the sampling and answer with what there is."""
+        self.aborted = True
+        self._interrupted.set()
+
+    def lose_client(self) -> None:
+        """End the sampling; there is nobody to answer."""
+        self.gone = True
+        self._interrupted.set()
+
+    async def interrupted(self) -> None:
+        """Wait until either happens."""
+        await self._interrupted.wait()
+
+
+@attrs.frozen
+class Answer:
+    """A reply in SGLang's shape."""
+
+    body: dict[str, Any]
+
+
+@attrs.frozen
+class Failure:
+    """An error instead of a reply."""
+
+    status: int
+    message: str
+
+
+Outcome = Answer | Failure | None
+"""None: the connection ends without an answer."""
+
+
+@attrs.frozen
+class _Sample:
+    ids: list[int]
+    logprobs: list[float]
+    finish: FinishReason
+    matched: str | int | None
+
+    def cut(self, length: int, finish: FinishReason, matched: str | int | None) -> "_Sample":
+        return _Sample(self.ids[:length], self.logprobs[:length], finish, matched)
+
+
+_NOTHING = _Sample([], [], "abort", None)
+
+
+class ScriptedEngine:
+    """Plays a script to whoever asks, as an SGLang engine would.
+
+    script: replies per rollout, found by the routing key. repeat: the last reply is played on
+    when the list is over; otherwise a further call is refused with a 400 that names the rollout
+    (a 500 would be retried). stop_token_id: what ends an output and, anywhere in it, cuts it;
+    without one nothing is appended. seed: of the made-up log-probabilities. weight_version: may
+    be set at any time; calls report what it is when they end. calls: every call that arrived.
+
+    Raises ContractError when the script is not valid.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        tokenizer: Tokenizer | None = None,
+        stop_token_id: int | None = None,
+        repeat: bool = False,
+        seed: int = 0,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self._script = parse_script(script)
+        self._tokenizer = tokenizer
+        for rollout, replies in self._script.items():
+            for reply in replies:
+                if isinstance(reply, Reply):
+                    self._check(reply, rollout)
+        self._stop_token_id = stop_token_id
+        self._repeat = repeat
+        self._seed = seed
+        self.ledger = Ledger() if ledger is None else ledger
+        self.weight_version = "default"
+        self.calls: list[Call] = []
+        self._played: Counter[str] = Counter()
+        self._running: list[Call] = []
+        self._unpaused = anyio.Event()
+        self._unpaused.set()
+        self._sequences: deque[TokenIds] = deque(maxlen=_REMEMBERED_SEQUENCES)
+
+    async def generate(self, call: Call) -> Outcome:
+        """Play the next reply to a call."""
+        self.calls.append(call)
+        number = self._played[call.routing_key]
+        self._played[call.routing_key] += 1
+        replies = self._script.get(call.routing_key, self._script.get("*", []))
+        if number >= len(replies) and not (replies and self._repeat):
+            return Failure(
+                400,
+                f"the script has {len(replies)} replies for rollout {call.routing_key!r}, "
+                f"but this is its call {number + 1}",
+            )
+        try:
+            reply = self._next_reply(call, replies[min(number, len(replies) - 1)], number)
+        except ContractError as error:
+            return Failure(400, str(error))
+        if reply.fail is not None:
+            return Failure(reply.fail, f"the script has rollout {call.routing_key!r} fail here")
+        complete = self._stopped(call.sampling, self._scripted(call, reply, number))
+        with self._registered(call):
+            begun = await self._play(call, reply)
+        return self._conclude(call, reply, _so_far(call, reply, complete) if begun else _NOTHING)
+
+    def _next_reply(self, call: Call, scripted: Reply | ReplyFunction, number: int) -> Reply:
+        if isinstance(scripted, Reply):
+            return scripted
+        where = f"the reply of the script's function to {call.routing_key!r}"
+        reply = parse_reply(scripted(call.input_ids, number), where)
+        self._check(reply, call.routing_key)
+        return reply
+
+    def _check(self, reply: Reply, rollout: str) -> None:
+        if reply.text is not None and self._tokenizer is None:
+            raise ContractError(
+                f"the script of {rollout!r} has a text, but the engine has no tokenizer"
+            )
+        if reply.logprobs is not None and len(reply.logprobs) != len(self._ids(reply)):
+            raise ContractError(
+                f"the script of {rollout!r} has {len(reply.logprobs)} log-probabilities for "
+                f"{len(self._ids(reply))} ids"
+            )
+
+    def _ids(self, reply: Reply) -> list[int]:
+        if reply.text is None or self._tokenizer is None:
+            return list(reply.ids or ())
+        return self._tokenizer.encode(reply.text)
+
+    def abort(self, rid: str) -> None:
+        """Abort the calls with that rid; unknown ones are ignored, as SGLang does."""
+        for call in self._running:
+            if call.rid == rid:
+                call.abort()
+
+    def abort_all(self) -> None:
+        """Abort every call."""
+        for call in self._running:
+            call.abort()
+
+    def pause(self) -> None:
+        """What a trainer does before it updates weights: abort every call, start none."""
+        self._unpaused = anyio.Event()
+        self.abort_all()
+
+    def resume(self) -> None:
+        """Start calls again."""
+        self._unpaused.set()
+
+    @contextmanager
+    def _registered(self, call: Call) -> Iterator[None]:
+        self._running.append(call)
+        try:
+            yield
+        finally:
+            self._running.remove(call)
+
+    async def _play(self, call: Call, reply: Reply) -> bool:
+        """Return when the reply is due or the call is interrupted: whether sampling began."""
+        begun = False
+        async with anyio.create_task_group() as tasks:
+
+            async def end_when_interrupted() -> None:
+                await call.interrupted()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(end_when_interrupted)
+            await self._unpaused.wait()
+            begun = True
+            await anyio.sleep(math.inf if reply.hang else reply.delay)
+            tasks.cancel_scope.cancel()
+        return begun
+
+    def _scripted(self, call: Call, reply: Reply, number: int) -> _Sample:
+        ids = self._ids(reply)
+        matched = reply.matched
+        if reply.finish == "stop" and self._stop_token_id is not None:
+            if ids[-1:] != [self._stop_token_id] and matched is None:
+                ids.append(self._stop_token_id)
+            matched = self._stop_token_id if matched is None else matched
+        seeds = [self._seed, zlib.crc32(call.input_ids.tobytes()), number]
+        made_up = -np.random.default_rng(seeds).exponential(0.5, len(ids)).astype(np.float32)
+        given = list(reply.logprobs or ())
+        logprobs = given + [float(value) for value in made_up[len(given) :]]
+        return _Sample(ids, logprobs, reply.finish, matched)
+
+    def _stopped(self, sampling: Mapping[str, Any], sample: _Sample) -> _Sample:
+        """The sample up to where the request's own limits end it; SGLang's order of checks."""
+        limit = sampling.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS)
+        stop_ids = {*(sampling.get("stop_token_ids") or ()), self._stop_token_id}
+        stop = sampling.get("stop") or ()
+        ends: list[tuple[int, int, FinishReason, str | int | None]] = []
+        if limit <= len(sample.ids):
+            ends.append((limit, 0, "length", None))
+        for position, token_id in enumerate(sample.ids, start=1):
+            if token_id in stop_ids:
+                ends.append((position, 1, "stop", token_id))
+                break
+        for string in [stop] if isinstance(stop, str) else stop:
+            position = self._tokens_until(sample.ids, string)
+            if position <= len(sample.ids):
+                ends.append((position, 2, "stop", string))
+        if not ends:
+            return sample
+        length, _, finish, matched = min(ends, key=lambda end: end[:2])
+        if length == len(sample.ids) and finish == "stop" == sample.finish:
+            matched = sample.matched
+        return sample.cut(length, finish, matched)
+
+    def _tokens_until(self, ids: list[int], string: str) -> int:
+        """How many tokens it takes until their text holds the string; more than there are if
+        never."""
+        if self._tokenizer is None:
+            return len(ids) + 1
+        decode = self._tokenizer.decode
+        lengths = range(len(ids) + 1)
+        return bisect_left(lengths, True, key=lambda length: string in decode(ids[:length]))
+
+    def _conclude(self, call: Call, reply: Reply, sample: _Sample) -> Outcome:
+        completion_tokens = len(sample.ids) + reply.mismatch
+        answered = not (call.gone or reply.drop)
+        cached_tokens = self._cached_tokens(call.input_ids)
+        if sample.ids:
+            self.ledger.append(
+                LedgerEntry(
+                    rid=call.rid,
+                    turn_id=turn_of(call.rid),
+                    routing_key=call.routing_key,
+                    input_ids=call.input_ids,
+                    output_ids=sample.ids,
+                    logprobs=sample.logprobs,
+                    weight_version=self.weight_version,
+                    finish=sample.finish,
+                    completion_tokens=completion_tokens,
+                    answered=answered,
+                )
+            )
+        output = np.array(sample.ids, dtype=np.int32)
+        self._sequences.append(np.concatenate([call.input_ids, output]))
+        if not answered:
+            return None
+        tail = call.input_ids[len(call.input_ids) - reply.prompt_tail :].tolist()
+        meta_info = {
+            "id": call.rid,
+            "finish_reason": _finish_reason(sample),
+            "prompt_tokens": len(call.input_ids),
+            "completion_tokens": completion_tokens,
+            "cached_tokens": cached_tokens,
+            "e2e_latency": reply.delay,
+            "weight_version": self.weight_version,
+            "output_token_logprobs": [
+                [logprob, token_id, None]
+                for logprob, token_id in zip(sample.logprobs, sample.ids, strict=True)
+            ],
+            "input_token_logprobs": [],
+        }
+        text = "" if self._tokenizer is None else self._tokenizer.decode(sample.ids)
+        return Answer({"text": text, "output_ids": tail + sample.ids, "meta_info": meta_info})
+
+    def _cached_tokens(self, input_ids: TokenIds) -> int:
+        """The longest prefix that an earlier call left; the last prompt token is always computed,
+        since the first output depends on it."""
+        return max((_common(input_ids[:-1], earlier) for earlier in self._sequences), default=0)
+
+
+def _so_far(call: Call, reply: Reply, complete: _Sample) -> _Sample:
+    if not (call.aborted or call.gone):
+        return complete
+    half = len(complete.ids) // 2
+    return complete.cut(half if reply.abort_after is None else reply.abort_after, "abort", None)
+
+
+def _common(one: TokenIds, other: TokenIds) -> int:
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if len(different) else length
+
+
+def _finish_reason(sample: _Sample) -> dict[str, Any]:
+    match sample.finish:
+        case "stop":
+            return {"type": "stop", "matched": sample.matched}
+        case "length":
+            return {"type": "length", "length": len(sample.ids)}
+        case "abort":
+            return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}

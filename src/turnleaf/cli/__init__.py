@@ -1,0 +1,25 @@
+"""The command line: `turnleaf try` runs one rollout and shows what of it would be trained."""
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run `turnleaf` with these arguments, by default the process's own, and exit.
+
+    Exit codes: 0 the rollout completed, 1 it did not, 2 wrong use or set-up, 130 interrupted.
+    """
+    try:
+        from turnleaf.cli._app import run
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "turnleaf":
+            raise
+        sys.stderr.write(
+            f"turnleaf's command line needs {error.name}, which is not installed: "
+            "pip install 'turnleaf[demo]'\n"
+        )
+        sys.exit(2)
+    run(arguments)

@@ -1,0 +1,156 @@
+"""The commands, their options and their exit codes."""
+
+import contextlib
+import importlib.metadata
+import logging
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import anyio
+import typer
+from rich.console import Console
+
+from turnleaf.cli._document import document
+from turnleaf.cli._run import run_once, stdout_on_stderr
+from turnleaf.cli._setup import Options, make_plan
+from turnleaf.cli._show import show
+from turnleaf.core import ContractError, TurnleafError
+
+__all__ = ["run"]
+
+INTERRUPTED = 128 + signal.SIGINT
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def run(arguments: Sequence[str] | None) -> NoReturn:
+    """Run the command that the arguments name, and exit."""
+    app(args=None if arguments is None else list(arguments), prog_name="turnleaf")
+    sys.exit(0)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"turnleaf {importlib.metadata.version('turnleaf')}")
+        raise typer.Exit
+
+
+@app.callback()
+def turnleaf(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Agents run anywhere, and every token that their model samples is trained exactly once."""
+
+
+@app.command("try")
+def try_agent(
+    agent: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="AGENT", help="The agent's function: agent.py:run or package.module:run."
+        ),
+    ] = None,
+    payload: Annotated[
+        str,
+        typer.Option(
+            metavar="JSON|@FILE",
+            help="What the agent is given: a JSON object, or @ and the file that holds it.",
+        ),
+    ] = "{}",
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Instead of AGENT: the address of an agent on this machine that takes "
+            "POST /invocations. For one elsewhere, use --config.",
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="The SGLang server that answers. Without it, replies are scripted."
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="With --engine: the checkpoint that it serves, with tokenizer and chat template.",
+        ),
+    ] = None,
+    reply: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Without --engine: what the model says; once for each call, in order.",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Settings as for training, in YAML (docs/settings.md). rollout_session_backend "
+            "is left out when AGENT or --url is given.",
+        ),
+    ] = None,
+    max_rollout_time: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="When to cut the agent off; by default after 900."),
+    ] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
+    ] = False,
+) -> None:
+    """Run one rollout of an agent and show the exact tokens that would be trained.
+
+    Trained tokens are coloured and masked ones dimmed; without colour, trained ones are put
+    between ⟦ and ⟧. ↵ is a trained line feed. What the agent prints goes to stderr.
+
+    Exit codes: 0 the agent completed, 1 it did not, 2 wrong use or set-up, 130 interrupted.
+    """
+    options = Options(
+        agent=agent,
+        url=url,
+        payload=payload,
+        engine=engine,
+        model=model,
+        replies=tuple(reply or ()),
+        config=config,
+        max_rollout_time=max_rollout_time,
+    )
+    try:
+        with stdout_on_stderr(), _without_warnings("turnleaf.core"):
+            plan = make_plan(options)
+            outcome = anyio.run(run_once, plan)
+    except TurnleafError as error:
+        kind = "" if isinstance(error, ContractError) else f"{type(error).__name__}: "
+        typer.echo(f"turnleaf try: {kind}{error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("turnleaf try: interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    if json_output:
+        typer.echo(document(plan, outcome))
+    else:
+        show(Console(highlight=False), plan, outcome)
+    raise typer.Exit(outcome.exit_code)
+
+
+@contextlib.contextmanager
+def _without_warnings(name: str) -> Iterator[None]:
+    """What the core warns of when a rollout fails is shown with its outcome."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

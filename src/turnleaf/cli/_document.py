@@ -1,0 +1,58 @@
+"""A rollout as one JSON object, for machines."""
+
+import json
+from typing import Any
+
+import attrs
+
+from turnleaf.cli._run import Outcome
+from turnleaf.cli._setup import Plan
+from turnleaf.cli._tokens import spans
+from turnleaf.core import Leaf
+
+__all__ = ["document"]
+
+VERSION = 1
+
+
+def document(plan: Plan, outcome: Outcome) -> str:
+    """The JSON text, on one line; docs/try.md lists the fields. The rollout's key is left out."""
+    rollout = outcome.rollout
+    error = rollout.error
+    return outcome.hide(
+        json.dumps(
+            {
+                "version": VERSION,
+                "status": rollout.status,
+                "reward": rollout.reward,
+                "cause": rollout.cause,
+                "error": error and {"type": type(error).__name__, "message": str(error)},
+                "result": _json_value(rollout.result),
+                "scripted": plan.scripted,
+                "timings": attrs.asdict(rollout.timings),
+                "trajectory": json.loads(rollout.trajectory.to_json()),
+                "leaves": [_leaf(leaf, outcome) for leaf in rollout.trajectory.leaves()],
+            }
+        )
+    )
+
+
+def _leaf(leaf: Leaf, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "tokens": leaf.tokens.tolist(),
+        "loss_mask": leaf.loss_mask.astype(int).tolist(),
+        "logprobs": leaf.logprobs.tolist(),
+        "prompt_length": leaf.prompt_length,
+        "turns": [turn.id for turn in leaf.turns],
+        "trained_turns": [turn.id for turn in leaf.trained_turns],
+        "spans": [attrs.asdict(span) for span in spans(leaf, outcome.tokenizer)],
+    }
+
+
+def _json_value(result: object) -> object:
+    """What an agent in this process returned need not be JSON; then it is told as text."""
+    try:
+        json.dumps(result, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return repr(result)
+    return result

@@ -1,0 +1,160 @@
+"""One rollout from start to end: engine, worker, agent."""
+
+import contextlib
+import json
+import os
+import secrets
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import attrs
+from rich.console import Console
+
+from turnleaf.adapters.mock import FileTokenizer
+from turnleaf.adapters.mock._checkpoint import cached_checkpoint
+from turnleaf.cli._setup import SCRIPTED_REPLY, Plan
+from turnleaf.core import (
+    Background,
+    Gateway,
+    Key,
+    PayloadError,
+    Purpose,
+    Rollout,
+    Trajectory,
+    run_rollout,
+)
+from turnleaf.gateway import WorkerConfig, run_worker
+from turnleaf.gateway._child import child_process
+
+__all__ = ["Outcome", "run_once", "stdout_on_stderr"]
+
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+"""As trainers sample by default: from the model's own distribution."""
+
+
+@attrs.frozen
+class Outcome:
+    """What came of the rollout, and what reads its tokens.
+
+    secret: the rollout's key, to be kept out of what is shown; empty if there was none.
+    """
+
+    rollout: Rollout
+    tokenizer: FileTokenizer
+    secret: str = attrs.field(repr=False)
+
+    @property
+    def exit_code(self) -> int:
+        """0 when the agent completed, 2 for a payload that no agent can be given, else 1."""
+        if self.rollout.status in ("completed", "truncated"):
+            return 0
+        return 2 if isinstance(self.rollout.error, PayloadError) else 1
+
+    def hide(self, text: str) -> str:
+        """The text without the rollout's key."""
+        return text.replace(self.secret, "[api_key]") if self.secret else text
+
+
+async def run_once(plan: Plan) -> Outcome:
+    """Start what the rollout needs, run it, and end everything again.
+
+    Raises ContractError when something is set up wrongly, GatewayError when the gateway or the
+    scripted engine does not start.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        with Console(stderr=True).status("Preparing the tokenizer …") as status:
+            model = plan.model
+            if model is None:
+                model = await anyio.to_thread.run_sync(cached_checkpoint, "qwen3")
+            tokenizer = await anyio.to_thread.run_sync(FileTokenizer, model / "tokenizer.json")
+            engine = plan.engine
+            if engine is None:
+                status.update("Starting the scripted engine …")
+                engine = await stack.enter_async_context(_scripted_engine(plan, model))
+            status.update("Starting the gateway worker …")
+            model_id = plan.settings.model_id or ("scripted" if plan.scripted else model.name)
+            config = _worker_config(plan, engine, model, model_id)
+            gateway = _NotingGateway(await stack.enter_async_context(run_worker(config)))
+        # Entered last: what goes on after the rollout still needs the gateway.
+        background = await stack.enter_async_context(Background())
+        rollout = await run_rollout(
+            plan.payload,
+            session=plan.session,
+            gateway=gateway,
+            background=background,
+            model_id=model_id,
+            sampling=SAMPLING,
+            name="try",
+            max_rollout_time=plan.settings.max_rollout_time,
+        )
+    return Outcome(rollout, tokenizer, gateway.secret)
+
+
+@contextlib.contextmanager
+def stdout_on_stderr() -> Iterator[None]:
+    """Send to stderr what an agent, or a program that it runs, writes to stdout."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.asynccontextmanager
+async def _scripted_engine(plan: Plan, model: Path) -> AsyncIterator[str]:
+    replies = plan.replies or (SCRIPTED_REPLY,)
+    config = {
+        "script": {"*": [{"text": reply} for reply in replies]},
+        "tokenizer": str(model / "tokenizer.json"),
+        "stop_token_id": json.loads((model / "config.json").read_text())["eos_token_id"],
+        "repeat": not plan.replies,
+    }
+    async with child_process("turnleaf.adapters.mock.scripted", config) as child:
+        yield child.ready["url"]
+
+
+def _worker_config(plan: Plan, engine: str, model: Path, model_id: str) -> WorkerConfig:
+    settings = plan.settings
+    return WorkerConfig(
+        engine_url=engine,
+        model=str(model),
+        control_token=secrets.token_urlsafe(32),
+        model_id=model_id,
+        host=settings.gateway_host or "0.0.0.0",  # noqa: S104  # agents may be on other machines
+        port=settings.gateway_port,
+        public_url=settings.public_url,
+        client_reasoning=settings.client_reasoning,
+        max_context_tokens=settings.max_context_tokens,
+        tool_call_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
+    )
+
+
+@attrs.define
+class _NotingGateway:
+    """A Gateway that remembers the secret which it handed out."""
+
+    _gateway: Gateway
+    secret: str = attrs.field(default="", init=False, repr=False)
+
+    async def open_key(
+        self, *, name: str, sampling: Mapping[str, Any], purpose: Purpose, expires_in: float
+    ) -> Key:
+        key = await self._gateway.open_key(
+            name=name, sampling=sampling, purpose=purpose, expires_in=expires_in
+        )
+        self.secret = key.secret
+        return key
+
+    async def close_key(self, key_id: str, *, aborted: bool = False) -> Trajectory:
+        return await self._gateway.close_key(key_id, aborted=aborted)
+
+    async def close_all(self, purpose: Purpose) -> None:
+        await self._gateway.close_all(purpose)

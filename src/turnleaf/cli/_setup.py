@@ -1,0 +1,175 @@
+"""From command-line options to a checked plan of one rollout."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import yaml
+
+from turnleaf.core import ContractError, RolloutSession, Settings
+from turnleaf.sessions import session_factory
+
+__all__ = ["SCRIPTED_REPLY", "Options", "Plan", "make_plan"]
+
+SCRIPTED_REPLY = (
+    "This reply is scripted. Choose others with --reply TEXT, or have a model answer with "
+    "--engine URL --model FOLDER."
+)
+
+
+@attrs.frozen
+class Options:
+    """What was said on the command line."""
+
+    agent: str | None = None
+    url: str | None = None
+    payload: str = "{}"
+    engine: str | None = None
+    model: Path | None = None
+    replies: tuple[str, ...] = ()
+    config: Path | None = None
+    max_rollout_time: float | None = None
+
+
+@attrs.frozen
+class Plan:
+    """One rollout, ready to be run.
+
+    engine, model: who samples, and the folder of its checkpoint; both None when the replies are
+    scripted. replies: what the script says; empty for `SCRIPTED_REPLY`, over and over.
+    agent: how the agent was named on the command line.
+    """
+
+    agent: str
+    payload: dict[str, Any]
+    settings: Settings
+    session: Callable[[], RolloutSession]
+    engine: str | None
+    model: Path | None
+    replies: tuple[str, ...]
+
+    @property
+    def scripted(self) -> bool:
+        """Whether no model is asked."""
+        return self.engine is None
+
+
+def make_plan(options: Options) -> Plan:
+    """Check every option and load the agent; raises ContractError that says what to change."""
+    _check_engine(options)
+    payload = _payload(options.payload)
+    mapping, agent = _settings(options)
+    settings = Settings.from_mapping(mapping)
+    folder = str(Path.cwd())
+    if options.agent is not None and folder not in sys.path:
+        # As `python -m` does; an installed command has its own folder there instead.
+        sys.path.insert(0, folder)
+    return Plan(
+        agent=agent,
+        payload=payload,
+        settings=settings,
+        session=session_factory(settings.rollout_session_backend),
+        engine=options.engine,
+        model=options.model,
+        replies=options.replies,
+    )
+
+
+def _check_engine(options: Options) -> None:
+    engine, model = options.engine, options.model
+    if engine is None:
+        if model is not None:
+            raise ContractError(
+                "--model is the checkpoint of --engine: add --engine URL, or leave it out"
+            )
+        return
+    if options.replies:
+        raise ContractError("--reply is what a script says, but --engine answers: leave one out")
+    if model is None:
+        raise ContractError(
+            "--engine needs --model FOLDER: the checkpoint that it serves, whose tokenizer and "
+            "chat template turn messages into tokens"
+        )
+    if not model.is_dir():
+        raise ContractError(
+            f"--model {model}: there is no such folder; give that of a checkpoint, with "
+            "tokenizer.json, config.json and its chat template"
+        )
+
+
+def _payload(text: str) -> dict[str, Any]:
+    where = "--payload"
+    if text.startswith("@"):
+        where = f"--payload {text}"
+        text = _read(Path(text[1:]), where)
+    try:
+        payload = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ContractError(
+            f"""{where} is not JSON ({error}); write an object such as '{{"prompt": "Hello"}}', """
+            "or @FILE"
+        ) from None
+    if not isinstance(payload, dict):
+        raise ContractError(
+            f"{where} is {payload!r:.100}, but an agent is given a JSON object such as "
+            """'{"prompt": "Hello"}'"""
+        )
+    return payload
+
+
+def _settings(options: Options) -> tuple[dict[str, Any], str]:
+    """The configuration as a mapping, and how the agent was named."""
+    backends = {
+        f"AGENT {options.agent}": (options.agent, "LocalSession", "target"),
+        f"--url {options.url}": (options.url, "HttpSession", "url"),
+    }
+    named: dict[str, dict[str, Any]] = {
+        name: {"backend": f"turnleaf.sessions.{session}", argument: value}
+        for name, (value, session, argument) in backends.items()
+        if value is not None
+    }
+    if options.config is None:
+        mapping: dict[str, Any] = {"gateway_host": "127.0.0.1", "gateway_port": 0}
+    else:
+        mapping = _yaml(options.config)
+        if "rollout_session_backend" in mapping:
+            name = f"the rollout_session_backend of {options.config}"
+            named[name] = mapping["rollout_session_backend"]
+    if len(named) != 1:
+        given = " and ".join(named) or "there is none"
+        raise ContractError(
+            f"exactly one agent is run, but {given}: give agent.py:run, package.module:run, "
+            "--url URL, or a --config with rollout_session_backend"
+        )
+    name, mapping["rollout_session_backend"] = named.popitem()
+    if options.max_rollout_time is not None:
+        mapping["max_rollout_time"] = options.max_rollout_time
+    return mapping, name.removeprefix("AGENT ")
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    where = f"--config {path}"
+    try:
+        mapping = yaml.safe_load(_read(path, where))
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ContractError(f"{where}{line}: not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ContractError(f"{where}: not YAML: {error}") from None
+    if not isinstance(mapping, dict):
+        raise ContractError(
+            f"{where}: holds no mapping of settings; docs/settings.md shows what it looks like"
+        )
+    return mapping
+
+
+def _read(path: Path, where: str) -> str:
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ContractError(f"{where}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ContractError(f"{where}: is not UTF-8 text ({error.reason})") from None

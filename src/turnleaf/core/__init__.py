@@ -1,0 +1,47 @@
+"""The backend-neutral core: turns, trajectories, leaves, rollouts and leaf-aware advantages."""
+
+from turnleaf.core._background import Background
+from turnleaf.core._errors import *  # noqa: F403  # the error tree is public as a whole
+from turnleaf.core._errors import __all__ as _errors
+from turnleaf.core._protocols import Gateway, Key, Purpose, RolloutSession
+from turnleaf.core._rollout import Rollout, RolloutTimings, run_rollout
+from turnleaf.core._service import Service
+from turnleaf.core._settings import Settings
+from turnleaf.core._start_rate import StartRate
+from turnleaf.core._trajectory import Leaf, Place, Trajectory
+from turnleaf.core._turn import (
+    Exclusion,
+    FinishReason,
+    Logprobs,
+    Replay,
+    TokenIds,
+    Turn,
+    TurnTimings,
+    WeightSpan,
+)
+
+__all__ = [
+    "Background",
+    "Exclusion",
+    "FinishReason",
+    "Gateway",
+    "Key",
+    "Leaf",
+    "Logprobs",
+    "Place",
+    "Purpose",
+    "Replay",
+    "Rollout",
+    "RolloutSession",
+    "RolloutTimings",
+    "Service",
+    "Settings",
+    "StartRate",
+    "TokenIds",
+    "Trajectory",
+    "Turn",
+    "TurnTimings",
+    "WeightSpan",
+    *_errors,
+    "run_rollout",
+]

@@ -1,0 +1,76 @@
+"""What is sent to an agent, and what may come back."""
+
+import json
+import math
+import numbers
+import reprlib
+from typing import Any
+
+from turnleaf.core._errors import AgentError, BadResultError, PayloadError
+from turnleaf.core._protocols import Key
+
+__all__ = ["checked_payload", "checked_result", "checked_reward", "with_config"]
+
+_ROW = 'a row needs metadata.payload, a JSON object such as {"prompt": "…"}'
+
+
+def checked_payload(payload: object, *, name: str) -> dict[str, Any]:
+    """A deep copy of a row's payload; raises PayloadError, which says what the row needs."""
+    if not isinstance(payload, dict):
+        raise PayloadError(f"{name}: the payload is {reprlib.repr(payload)}; {_ROW}")
+    if "_config" in payload:
+        raise PayloadError(
+            f"{name}: the payload already has `_config`, in which the agent is told its model; "
+            "rename that field of the row"
+        )
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(payload, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PayloadError(f"{name}: the payload is not JSON ({error}); {_ROW}") from error
+    if copy != payload:
+        raise PayloadError(
+            f"{name}: the payload changes when written as JSON (a key that is not text, or a "
+            f"tuple); {_ROW}"
+        )
+    return copy
+
+
+def with_config(payload: dict[str, Any], *, key: Key, model_id: str) -> dict[str, Any]:
+    """The request: the payload, and where the agent finds its model."""
+    config = {"base_url": key.base_url, "model_id": model_id, "api_key": key.secret}
+    return {**payload, "_config": config}
+
+
+def checked_result(result: object, *, name: str) -> dict[str, Any]:
+    """What an agent returned, if it is a dict; raises BadResultError otherwise."""
+    if not isinstance(result, dict):
+        raise BadResultError(
+            f"{name}: the agent returned {reprlib.repr(result)}, which is {type(result).__name__}; "
+            'it must return a dict such as {"reward": 1.0}'
+        )
+    return result
+
+
+def checked_reward(result: dict[str, Any], *, name: str) -> float | None:
+    """The reward in an agent's result; None leaves the scoring to the trainer.
+
+    Raises BadResultError unless it is a finite number, and AgentError when there is none but an
+    `error` that is not None.
+    """
+    reward = result.get("reward")
+    if reward is None:
+        if result.get("error") is not None:
+            raise AgentError(f"{name}: the agent reported an error: {result['error']!s:.500}")
+        return None
+    # numpy's scalars register as numbers, its booleans do not.
+    if isinstance(reward, numbers.Real) and not isinstance(reward, bool):
+        try:
+            number = float(reward)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    raise BadResultError(
+        f"{name}: the agent's reward is {reprlib.repr(reward)}, which is "
+        f"{type(reward).__name__}; it must be a finite number"
+    )

@@ -1,0 +1,324 @@
+"""One rollout: an agent runs on one payload, and what it had sampled comes back."""
+
+import logging
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+import anyio
+import attrs
+
+from turnleaf.core._attendance import Attendance, described, unwrapped
+from turnleaf.core._background import Background
+from turnleaf.core._errors import (
+    Cause,
+    ContractError,
+    GatewayError,
+    PayloadError,
+    RolloutAborted,
+    RolloutError,
+    RolloutTimeout,
+    SessionError,
+)
+from turnleaf.core._exchange import checked_payload, checked_result, checked_reward, with_config
+from turnleaf.core._protocols import Gateway, Key, Purpose, RolloutSession
+from turnleaf.core._start_rate import StartRate
+from turnleaf.core._trajectory import Trajectory
+
+__all__ = ["Rollout", "RolloutTimings", "run_rollout"]
+
+logger = logging.getLogger(__name__)
+
+GATEWAY_LIMIT = 60.0
+"""Seconds that the gateway may take to open or close a key."""
+
+Status = Literal["completed", "truncated", "failed", "timed_out", "aborted"]
+
+Answer = TypeVar("Answer")
+
+
+@attrs.frozen
+class RolloutTimings:
+    """Where a rollout's time went; seconds.
+
+    waited: for its turn to start. started_at: Unix time of the start, None if it never started.
+    session: from the start until the agent's result, or until it was cut off. closing: until the
+    gateway had handed over the trajectory.
+    """
+
+    waited: float = 0.0
+    started_at: float | None = None
+    session: float = 0.0
+    closing: float = 0.0
+
+
+@attrs.frozen(kw_only=True)
+class Rollout:
+    """What came of one run of an agent.
+
+    trajectory: every turn captured, whatever the status.
+    status: completed; truncated (completed, but the last turn to train hit a token limit);
+        failed; timed_out; aborted.
+    reward: finite; None when the agent gave none.
+    result: what the agent returned, or None when it returned no dict.
+    error: why it did not complete; None when it did. Never shows the key's secret.
+    """
+
+    name: str
+    trajectory: Trajectory
+    status: Status
+    reward: float | None = None
+    result: dict[str, Any] | None = attrs.field(default=None, repr=False)
+    error: RolloutError | GatewayError | None = None
+    timings: RolloutTimings = RolloutTimings()
+
+    @property
+    def cause(self) -> Cause | None:
+        """Who is answerable; None for a rollout that completed."""
+        if isinstance(self.error, RolloutError):
+            return self.error.cause
+        return None if self.error is None else "infrastructure"
+
+
+async def run_rollout(
+    payload: object,
+    *,
+    session: Callable[[], RolloutSession],
+    gateway: Gateway,
+    background: Background,
+    model_id: str,
+    sampling: Mapping[str, Any],
+    name: str,
+    purpose: Purpose = "train",
+    max_rollout_time: float = 900.0,
+    start_rate: StartRate | None = None,
+    abort: anyio.Event | None = None,
+) -> Rollout:
+    """Run an agent once and return what came of it; whatever goes wrong with it is in the Rollout.
+
+    payload: the row's JSON object; the agent gets a copy of it with `_config` added.
+    session: makes the session, which is always left again. sampling: the trainer's parameters, in
+        SGLang's names. name: names the rollout in logs, errors and at the engine; not secret.
+    max_rollout_time: seconds from the start on; waiting for `start_rate` is not counted.
+    abort: the trainer's signal. On it, as on a timeout, the key is closed and the Rollout, with
+        the turns captured until then, returned at once.
+
+    Leaving the session goes on in `background`, which holds no result back. Cancellation is passed
+    on at once, while `background` closes the key and leaves the session.
+
+    An exception out of the session that is no error of turnleaf's is a SessionError: sessions
+    raise AgentError for what the agent did.
+
+    Raises ContractError, bare, for a mistake that would recur on every rollout.
+    """
+    unstarted = Rollout(name=name, trajectory=Trajectory(), status="failed")
+    try:
+        checked = checked_payload(payload, name=name)
+    except PayloadError as error:
+        logger.warning("%s", error)
+        return attrs.evolve(unstarted, error=error)
+    abort = anyio.Event() if abort is None else abort
+    begun = anyio.current_time()
+    if start_rate is not None:
+        await _first(start_rate.wait, abort.wait)
+    timings = RolloutTimings(waited=anyio.current_time() - begun)
+    if abort.is_set():
+        aborted = RolloutAborted(f"{name}: aborted before it started")
+        return attrs.evolve(unstarted, status="aborted", error=aborted, timings=timings)
+    run = _Run(
+        rollout=attrs.evolve(unstarted, timings=timings),
+        payload=checked,
+        session=session,
+        gateway=gateway,
+        model_id=model_id,
+        max_rollout_time=max_rollout_time,
+        abort=abort,
+    )
+
+    async def conduct() -> None:
+        await run.conduct(sampling=sampling, purpose=purpose)
+
+    background.start(conduct, name=name)
+    try:
+        await run.ended.wait()
+    finally:
+        run.unwanted.set()
+    if run.ending is None:
+        raise RuntimeError(f"{name}: the background tasks ended before the rollout did")
+    if isinstance(run.ending, ContractError):
+        raise run.ending
+    return run.ending
+
+
+@attrs.define(eq=False, kw_only=True)
+class _Run:
+    """A rollout under way, whose `conduct` has the key and the clock.
+
+    rollout: what is known of it so far. ended: set once `ending` is there, or never will be.
+    unwanted: set when nobody waits for it any more.
+    """
+
+    rollout: Rollout
+    payload: dict[str, Any]
+    session: Callable[[], RolloutSession]
+    gateway: Gateway
+    model_id: str
+    max_rollout_time: float
+    abort: anyio.Event
+    ended: anyio.Event = attrs.field(init=False, factory=anyio.Event)
+    ending: Rollout | ContractError | None = attrs.field(init=False, default=None)
+    unwanted: anyio.Event = attrs.field(init=False, factory=anyio.Event)
+
+    async def conduct(self, *, sampling: Mapping[str, Any], purpose: Purpose) -> None:
+        """Open the key, wait for the session, a signal or the clock, close the key.
+
+        Returns when the session is left; `ended` is set before that.
+        """
+        started = anyio.current_time()
+        self._note(started_at=time.time())
+        try:
+            try:
+                key = await self._open(sampling=sampling, purpose=purpose)
+            except (ContractError, GatewayError) as error:
+                self._end(error)
+                return
+            request = with_config(self.payload, key=key, model_id=self.model_id)
+            attendance = Attendance(self.rollout.name, self.session, request, key.secret)
+            async with anyio.create_task_group() as tasks:
+                if not self._cut_off():
+                    tasks.start_soon(attendance.attend)
+                with anyio.CancelScope(deadline=started + self.max_rollout_time):
+                    await _first(attendance.settled.wait, self.abort.wait, self.unwanted.wait)
+                self._note(session=anyio.current_time() - started)
+                outcome = self._outcome(attendance, secret=key.secret)
+                # The key goes first, so that calls in flight end as aborted, not as abandoned.
+                await self._close(key, outcome, aborted=not attendance.settled.is_set())
+                attendance.dismiss()
+        finally:
+            self.ended.set()
+
+    async def _open(self, *, sampling: Mapping[str, Any], purpose: Purpose) -> Key:
+        opening = self.gateway.open_key(
+            name=self.rollout.name,
+            sampling=sampling,
+            purpose=purpose,
+            # Every key is closed; only those of a trainer that died are left to expire.
+            expires_in=self.max_rollout_time + 2 * GATEWAY_LIMIT,
+        )
+        return await _answer(opening, f"{self.rollout.name}: the gateway did not open a key")
+
+    def _outcome(self, attendance: Attendance, *, secret: str) -> Rollout | ContractError:
+        """How the rollout went, still without its trajectory."""
+        name, result, reward, failure = self.rollout.name, None, None, attendance.failure
+        if not attendance.settled.is_set():
+            if self._cut_off():
+                failure = RolloutAborted(f"{name}: aborted while it ran")
+            else:
+                failure = RolloutTimeout(f"{name}: cut off after {self.max_rollout_time:g} s")
+        elif failure is None:
+            try:
+                result = checked_result(attendance.result, name=name)
+                reward = checked_reward(result, name=name)
+            except RolloutError as error:
+                failure = error
+        if failure is None:
+            return attrs.evolve(self.rollout, status="completed", reward=reward, result=result)
+        blamed = _blamed(failure, name=name, secret=secret)
+        if isinstance(blamed, ContractError):
+            return blamed
+        return attrs.evolve(self.rollout, status=_status(blamed), result=result, error=blamed)
+
+    async def _close(self, key: Key, outcome: Rollout | ContractError, *, aborted: bool) -> None:
+        name, began = self.rollout.name, anyio.current_time()
+        closing = self.gateway.close_key(key.id, aborted=aborted)
+        try:
+            trajectory = await _answer(closing, f"{name}: the gateway did not close key {key.id}")
+        except (ContractError, GatewayError) as error:
+            if isinstance(outcome, Rollout):
+                error.add_note(f"Before that the rollout was {outcome.status}: {outcome.error}")
+                self.rollout = outcome
+            self._end(outcome if isinstance(outcome, ContractError) else error)
+            return
+        self._note(closing=anyio.current_time() - began)
+        if isinstance(outcome, Rollout):
+            outcome = attrs.evolve(outcome, trajectory=trajectory, timings=self.rollout.timings)
+            if outcome.status == "completed" and _hit_limit(trajectory):
+                outcome = attrs.evolve(outcome, status="truncated")
+        self._end(outcome)
+
+    def _end(self, ending: Rollout | ContractError | GatewayError) -> None:
+        if isinstance(ending, GatewayError):
+            ending = attrs.evolve(self.rollout, status="failed", error=ending)
+        if isinstance(ending, Rollout) and ending.error is not None:
+            logger.log(
+                logging.INFO if ending.status == "aborted" else logging.WARNING,
+                "%s: %s (%s): %s",
+                ending.name,
+                ending.status,
+                ending.cause,
+                ending.error,
+            )
+        self.ending = ending
+        self.ended.set()
+
+    def _cut_off(self) -> bool:
+        return self.abort.is_set() or self.unwanted.is_set()
+
+    def _note(self, **timings: float) -> None:
+        self.rollout = attrs.evolve(
+            self.rollout, timings=attrs.evolve(self.rollout.timings, **timings)
+        )
+
+
+async def _first(*waits: Callable[[], Awaitable[object]]) -> None:
+    """Return once one of `waits` has, and cancel the others."""
+    async with anyio.create_task_group() as tasks:
+
+        async def wait(one: Callable[[], Awaitable[object]]) -> None:
+            await one()
+            tasks.cancel_scope.cancel()
+
+        for one in waits:
+            tasks.start_soon(wait, one)
+
+
+async def _answer(call: Awaitable[Answer], refusal: str) -> Answer:
+    """What the gateway answers; raises ContractError as it is, all else as GatewayError."""
+    try:
+        with anyio.move_on_after(GATEWAY_LIMIT):
+            return await call
+    except Exception as error:
+        known = unwrapped(error)
+        if isinstance(known, ContractError | GatewayError):
+            raise known from known.__cause__
+        raise GatewayError(f"{refusal}: {described(known)}") from error
+    raise GatewayError(f"{refusal} within {GATEWAY_LIMIT:g} s")
+
+
+def _blamed(
+    failure: Exception, *, name: str, secret: str
+) -> ContractError | RolloutError | GatewayError:
+    """The error of ours that says what went wrong, without the key's secret."""
+    error = unwrapped(failure)
+    if not isinstance(error, ContractError | RolloutError | GatewayError):
+        cause = error
+        error = SessionError(f"{name}: the session failed: {described(cause)}")
+        error.__cause__ = cause
+    if secret not in "".join(traceback.format_exception(error)):
+        return error
+    # An exception of a session's own may need other arguments; those of ours take a text.
+    ours = next(kind for kind in type(error).__mro__ if kind.__module__ == SessionError.__module__)
+    hidden: ContractError | RolloutError | GatewayError = ours(str(error).replace(secret, "[key]"))
+    return hidden
+
+
+def _status(error: RolloutError | GatewayError) -> Status:
+    if isinstance(error, RolloutTimeout):
+        return "timed_out"
+    return "aborted" if isinstance(error, RolloutAborted) else "failed"
+
+
+def _hit_limit(trajectory: Trajectory) -> bool:
+    trained = [turn for turn in trajectory.turns if turn.excluded is None]
+    return bool(trained) and trained[-1].finish_reason == "length"

@@ -1,0 +1,147 @@
+"""The one thread in which a trainer process does its asynchronous work."""
+
+import asyncio
+import atexit
+import concurrent.futures
+import threading
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Self, TypeVar, TypeVarTuple
+
+import anyio
+import attrs
+from anyio.from_thread import BlockingPortal
+
+from turnleaf.core._background import Background
+
+__all__ = ["Service"]
+
+Returned = TypeVar("Returned")
+Args = TypeVarTuple("Args")
+
+
+@attrs.frozen
+class _Started:
+    thread: threading.Thread
+    portal: BlockingPortal
+    background: Background
+
+
+class Service:
+    """Runs async functions, for callers in any thread and event loop, in one thread with one loop.
+
+    The thread starts with the first use. `close`, which also runs at the interpreter's exit,
+    cancels what is still running and waits for the clean-up that it left in `background`.
+    """
+
+    def __init__(self, *, clean_up_limit: float = 60.0) -> None:
+        self._clean_up_limit = clean_up_limit
+        self._lock = threading.Lock()
+        self._started: _Started | None = None
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def background(self) -> Background:
+        """Clean-up that outlives its starter; for functions that the service runs."""
+        if self._started is None:
+            raise RuntimeError("the service has not started")
+        return self._started.background
+
+    async def run(self, function: Callable[[*Args], Awaitable[Returned]], *args: *Args) -> Returned:
+        """Await `function(*args)` in the service; cancelling the caller cancels it there.
+
+        Raises what it raises, and RuntimeError once the service is closed.
+        """
+        if self._is_here():
+            return await function(*args)
+        future = self._submit(function, *args)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if self._closed and caller is not None and not caller.cancelling():
+                raise _closed() from None
+            raise
+
+    def call(self, function: Callable[[*Args], Awaitable[Returned]], *args: *Args) -> Returned:
+        """Wait for `function(*args)` in the service; not from within an event loop.
+
+        Raises what it raises, and RuntimeError once the service is closed.
+        """
+        future = self._submit(function, *args)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise _closed() from None
+        finally:
+            # Of use when the waiting itself was broken off, by KeyboardInterrupt.
+            future.cancel()
+
+    def close(self) -> None:
+        """Cancel what runs, wait for the clean-ups and end the thread; once closed it stays so."""
+        self._refuse_here()
+        with self._lock:
+            started, closed_before = self._started, self._closed
+            self._closed = True
+            if started is not None and not closed_before:
+                started.portal.call(started.portal.stop, True)
+        if started is not None:
+            started.thread.join()
+            atexit.unregister(self.close)
+
+    def _submit(
+        self, function: Callable[[*Args], Awaitable[Returned]], *args: *Args
+    ) -> concurrent.futures.Future[Returned]:
+        self._refuse_here()
+        # The lock keeps `close` from ending the loop before it has taken the function.
+        with self._lock:
+            if self._closed:
+                raise _closed()
+            if self._started is None:
+                self._started = self._start()
+            return self._started.portal.start_task_soon(function, *args)
+
+    def _is_here(self) -> bool:
+        return self._started is not None and self._started.thread is threading.current_thread()
+
+    def _refuse_here(self) -> None:
+        if self._is_here():
+            raise RuntimeError("the service's own thread cannot wait for itself")
+
+    def _start(self) -> _Started:
+        ready: concurrent.futures.Future[tuple[BlockingPortal, Background]]
+        ready = concurrent.futures.Future()
+        # A daemon: for any other thread the interpreter would wait before it runs `close`.
+        thread = threading.Thread(
+            target=anyio.run, args=(self._serve, ready), name="turnleaf", daemon=True
+        )
+        thread.start()
+        portal, background = ready.result()
+        atexit.register(self.close)
+        return _Started(thread, portal, background)
+
+    async def _serve(
+        self, ready: concurrent.futures.Future[tuple[BlockingPortal, Background]]
+    ) -> None:
+        # The portal ends first: what it cancels may leave clean-up to the background.
+        async with (
+            Background(limit=self._clean_up_limit) as background,
+            BlockingPortal() as portal,
+        ):
+            ready.set_result((portal, background))
+            await portal.sleep_until_stopped()
+
+
+def _closed() -> RuntimeError:
+    return RuntimeError("the service is closed")

@@ -1,0 +1,175 @@
+"""The configuration, as the trainer's YAML file gives it."""
+
+import difflib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
+
+import attrs
+
+from turnleaf.core._errors import SettingsError
+
+__all__ = ["Settings"]
+
+
+@attrs.frozen
+class _Expect:
+    """An attrs validator that names the setting, its value and what was expected."""
+
+    expects: str
+    accepts: Callable[[Any], bool]
+
+    def __call__(self, _: object, field: "attrs.Attribute[Any]", value: object) -> None:
+        if self.accepts(value):
+            return
+        hint = ""
+        if "number" in self.expects and _is_number_as_text(value):
+            hint = "; YAML read it as text: write it without quotes, an exponent as in 1.0e-5"
+        raise SettingsError(f"{_path(field)} is {value!r:.200}, but must be {self.expects}{hint}")
+
+
+def _is_number_as_text(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _whole(low: int, high: float = math.inf) -> Callable[[Any], bool]:
+    # type() and not isinstance: YAML's `yes` is a bool, which is an int.
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def _or_null(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or accepts(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.strip() == value != ""
+
+
+def _is_backend(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        return False
+    backend = value.get("backend")
+    if not isinstance(backend, str):
+        return False
+    names = backend.split(".")
+    return len(names) > 1 and all(name.isidentifier() for name in names)
+
+
+def _is_address(value: Any) -> bool:
+    if not _is_text(value) or any(character.isspace() for character in value):
+        return False
+    filled = value.replace("{port}", "80")
+    try:
+        address = urlsplit(filled)
+        port_fits = address.port is None or address.port > 0
+    except ValueError:
+        return False
+    plain = not (address.query or address.fragment or address.username or set(filled) & set("{}"))
+    return plain and port_fits and address.scheme in ("http", "https") and bool(address.hostname)
+
+
+_POSITIVE = _Expect("a number above 0", _is_positive)
+_TEXT = _Expect("text", _is_text)
+_TEXT_OR_NULL = _Expect("text or null", _or_null(_is_text))
+_UNDER_TURNLEAF = {"section": "turnleaf."}
+
+
+@attrs.frozen
+class Settings:
+    """Every setting, checked; docs/settings.md says what each does.
+
+    Raises SettingsError, which names the setting, when a value is not of its kind.
+    """
+
+    rollout_session_backend: Mapping[str, Any] = attrs.field(
+        validator=_Expect(
+            "a mapping whose `backend` is the import path of a session class", _is_backend
+        )
+    )
+    gateway_port: int = attrs.field(
+        default=9090, validator=_Expect("a whole number from 0 to 65535", _whole(0, 65535))
+    )
+    gateway_host: str | None = attrs.field(default=None, validator=_TEXT_OR_NULL)
+    max_rollout_time: float = attrs.field(default=900, validator=_POSITIVE)
+    tps_limit: float = attrs.field(default=5, validator=_POSITIVE)
+    model_id: str | None = attrs.field(default=None, validator=_TEXT_OR_NULL)
+    public_url: str | None = attrs.field(
+        default=None,
+        validator=_Expect(
+            "an http(s) address, in which only `{port}` is filled in, or null",
+            _or_null(_is_address),
+        ),
+        metadata=_UNDER_TURNLEAF,
+    )
+    client_reasoning: Literal["restore", "as_sent"] = attrs.field(
+        default="restore",
+        validator=_Expect("`restore` or `as_sent`", lambda value: value in ("restore", "as_sent")),
+        metadata={"section": "turnleaf.history."},
+    )
+    max_context_tokens: int | None = attrs.field(
+        default=None,
+        validator=_Expect("a whole number above 0, or null", _or_null(_whole(1))),
+        metadata=_UNDER_TURNLEAF,
+    )
+    tool_call_parser: str = attrs.field(default="auto", validator=_TEXT, metadata=_UNDER_TURNLEAF)
+    reasoning_parser: str = attrs.field(default="auto", validator=_TEXT, metadata=_UNDER_TURNLEAF)
+
+    @classmethod
+    def from_mapping(
+        cls, mapping: Mapping[str, Any], *, ignore_unknown_top_level: bool = False
+    ) -> Self:
+        """Read the configuration as YAML gives it: nested under `turnleaf:`.
+
+        ignore_unknown_top_level: the mapping also holds what is not ours to judge, such as a
+        trainer's own arguments.
+
+        Raises SettingsError for an unknown, missing or wrong setting.
+        """
+        fields = {_path(field): field.name for field in attrs.fields(cls)}
+        sections = {
+            path[:at] for path in fields for at, character in enumerate(path) if character == "."
+        }
+        values = {}
+        for path, value in _flatten(mapping, "", sections):
+            if path in fields:
+                values[fields[path]] = value
+            elif "." in path or not ignore_unknown_top_level:
+                nearest = difflib.get_close_matches(path, [*fields, *sections], n=1, cutoff=0)[0]
+                raise SettingsError(
+                    f"unknown setting {path!r}; the nearest valid one is {nearest!r}"
+                )
+        if "rollout_session_backend" not in values:
+            raise SettingsError(
+                "rollout_session_backend is missing; it must be a mapping such as "
+                "{backend: turnleaf.sessions.HttpSession, url: …}"
+            )
+        return cls(**values)
+
+
+def _path(field: "attrs.Attribute[Any]") -> str:
+    return f"{field.metadata.get('section', '')}{field.name}"
+
+
+def _flatten(
+    mapping: Mapping[Any, Any], prefix: str, sections: set[str]
+) -> Iterator[tuple[str, Any]]:
+    for key, value in mapping.items():
+        # A key that is no plain name must not pass for a path of names.
+        path = prefix + (key if isinstance(key, str) and "." not in key else repr(key))
+        if path not in sections:
+            yield path, value
+        elif isinstance(value, Mapping):
+            yield from _flatten(value, f"{path}.", sections)
+        elif value is not None:
+            raise SettingsError(f"{path} is {value!r:.200}, but must be a mapping")

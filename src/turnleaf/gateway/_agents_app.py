@@ -1,0 +1,225 @@
+"""The agents' listener: chat completions, the agent's own trajectory, health."""
+
+import logging
+from collections.abc import Iterator
+
+import anyio
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from turnleaf.gateway._http import bearer, guarded, json_response, read_json
+from turnleaf.gateway._keys import Call, Keys, Record
+from turnleaf.gateway._turns import Turns
+from turnleaf.gateway.protocols import (
+    ChatRequest,
+    Completion,
+    RequestError,
+    completion,
+    completion_events,
+    error_event,
+    parse_chat_request,
+)
+
+__all__ = ["agents_app"]
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE = 15.0
+"""Seconds of silence after which a streaming client is sent a comment."""
+
+
+def agents_app(
+    keys: Keys, turns: Turns, *, model_id: str, keep_alive: float = KEEP_ALIVE
+) -> Starlette:
+    """The ASGI app that agents talk to."""
+
+    async def health(_: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def models(request: Request) -> Response:
+        keys.authenticate(bearer(request))
+        model = {"id": model_id, "object": "model", "created": 0, "owned_by": "turnleaf"}
+        return json_response({"object": "list", "data": [model]})
+
+    async def trajectory(request: Request) -> Response:
+        record = keys.authenticate(bearer(request))
+        return Response(record.trajectory.to_json(), media_type="application/json")
+
+    async def not_here(request: Request) -> Response:
+        raise RequestError(
+            404,
+            f"{request.url.path} is not served: this gateway speaks OpenAI chat completions, at "
+            "/v1/chat/completions",
+            code="not_found",
+        )
+
+    return Starlette(
+        routes=[
+            Route("/healthz", health),
+            Route("/v1/models", guarded(models)),
+            Route("/v1/trajectory", guarded(trajectory)),
+            Route("/v1/chat/completions", ChatCompletions(keys, turns, keep_alive)),
+            Route("/{path:path}", guarded(not_here), methods=["GET", "POST", "PUT", "DELETE"]),
+        ]
+    )
+
+
+class ChatCompletions:
+    """POST /v1/chat/completions, as an ASGI app: it must know when the last byte was sent."""
+
+    def __init__(self, keys: Keys, turns: Turns, keep_alive: float) -> None:
+        self._keys = keys
+        self._turns = turns
+        self._keep_alive = keep_alive
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            if request.method != "POST":
+                raise RequestError(405, "chat completions are asked for with POST")
+            record = self._keys.authenticate(bearer(request))
+            chat = parse_chat_request(await read_json(request))
+            trained = _is_trained(request)
+        except RequestError as error:
+            await json_response(error.body(), error.status, error.headers())(scope, receive, send)
+            return
+        except ClientDisconnect:
+            return
+        call = Call()
+        record.calls.add(call)
+        try:
+            with call.scope:
+                await self._serve(record, chat, trained, call, receive, _Reply(send, chat))
+        finally:
+            record.calls.discard(call)
+            call.finished.set()
+
+    async def _serve(
+        self,
+        record: Record,
+        chat: ChatRequest,
+        trained: bool,
+        call: Call,
+        receive: Receive,
+        reply: "_Reply",
+    ) -> None:
+        client = _Client(receive, call)
+        outcome: Completion | RequestError | None = None
+        ready = anyio.Event()
+
+        async def sample() -> None:
+            nonlocal outcome
+            outcome = await self._sample(record, chat, trained, call)
+            ready.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(client.watch)
+            tasks.start_soon(sample)
+            while not ready.is_set():
+                with anyio.move_on_after(self._keep_alive):
+                    await ready.wait()
+                    break
+                await reply.keep_alive()
+            await anyio.lowlevel.checkpoint()  # a disconnect noticed meanwhile shows now
+            if isinstance(outcome, Completion) and not client.gone:
+                await reply.complete(outcome)
+                # At once: the server reports the end of a reply as a disconnect too.
+                if not client.gone:
+                    self._turns.deliver(record, outcome.id)
+            elif isinstance(outcome, RequestError) and not client.gone:
+                await reply.fail(outcome)
+            tasks.cancel_scope.cancel()
+
+    async def _sample(
+        self, record: Record, chat: ChatRequest, trained: bool, call: Call
+    ) -> Completion | RequestError:
+        try:
+            prepared = self._turns.prepare(record, chat, trained=trained)
+            return await self._turns.sample(record, prepared, call)
+        except RequestError as error:
+            return error
+        except Exception:
+            logger.exception("key %s: a turn failed", record.id)
+            return RequestError(500, "the gateway failed; its log says why", code="gateway_error")
+
+
+class _Client:
+    """Notices when the client goes away, and then ends its call."""
+
+    def __init__(self, receive: Receive, call: Call) -> None:
+        self._receive = receive
+        self._call = call
+        self.gone = False
+
+    async def watch(self) -> None:
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.gone = True
+                self._call.end("undelivered")
+                return
+
+
+class _Reply:
+    """Sends one reply, plain or as an event stream.
+
+    The status is held back until there is a reply or the client must be kept waiting, so that
+    trouble has a status of its own for as long as possible.
+    """
+
+    def __init__(self, send: Send, chat: ChatRequest) -> None:
+        self._send = send
+        self._chat = chat
+        self._started = False
+
+    async def complete(self, reply: Completion) -> None:
+        if self._chat.stream:
+            events = completion_events(reply, include_usage=self._chat.include_usage)
+            await self._stream(events)
+        else:
+            await self._whole(200, completion(reply), {})
+
+    async def fail(self, error: RequestError) -> None:
+        if self._started:
+            await self._stream(iter([error_event(error)]))
+        else:
+            response = json_response(error.body(), error.status, error.headers())
+            await self._whole(error.status, bytes(response.body), error.headers())
+
+    async def keep_alive(self) -> None:
+        if self._chat.stream:
+            await self._start_stream()
+            await self._body(b": working\n\n", more=True)
+
+    async def _stream(self, events: Iterator[bytes]) -> None:
+        await self._start_stream()
+        await self._body(b"".join(events), more=False)
+
+    async def _start_stream(self) -> None:
+        if not self._started:
+            headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+            await self._start(200, headers)
+
+    async def _whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        length = {"content-type": "application/json", "content-length": str(len(body))}
+        await self._start(status, headers | length)
+        await self._body(body, more=False)
+
+    async def _start(self, status: int, headers: dict[str, str]) -> None:
+        self._started = True
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        message: Message = {"type": "http.response.start", "status": status, "headers": raw}
+        await self._send(message)
+
+    async def _body(self, body: bytes, *, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _is_trained(request: Request) -> bool:
+    value = request.headers.get("x-turnleaf-train", "true").strip().lower()
+    if value not in ("true", "false"):
+        raise RequestError(400, f"x-turnleaf-train is {value!r}, but must be true or false")
+    return value == "true"

@@ -1,0 +1,187 @@
+"""Programs that run as children of a trainer or a test, and end with it.
+
+A child is `python -m module`. Its configuration is one line of JSON on stdin, so that no secret is
+in an argument or the environment. It answers with one line of JSON on stdout: what the parent
+needs to know once it is ready, or `{"error": message}`. From then on its stdout is its stderr,
+which is the parent's. It ends when its stdin does, which also happens when the parent is killed.
+
+The parent's side is `child_process`; the other functions are the child's.
+"""
+
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from subprocess import PIPE
+from typing import Any
+
+import anyio
+import anyio.abc
+import attrs
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from turnleaf.core import ContractError, GatewayError
+
+__all__ = [
+    "Child",
+    "announce",
+    "announce_error",
+    "child_process",
+    "read_config",
+    "until_stdin_closes",
+]
+
+logger = logging.getLogger(__name__)
+
+_MAX_LINE = 16 * 2**20  # bytes
+_CLOSING_GRACE = 10.0  # seconds for a child to end after its stdin closed
+_TERMINATION_GRACE = 3.0  # seconds more after SIGTERM
+_DEATH_GRACE = 2.0  # seconds from the end of a child's stdout until its exit code is there
+
+
+@attrs.frozen(eq=False)
+class Child:
+    """A running child. ready: what it announced."""
+
+    ready: Mapping[str, Any]
+    _process: anyio.abc.Process
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        """Wait until it ends, and return its exit code."""
+        return await self._process.wait()
+
+
+@asynccontextmanager
+async def child_process(
+    module: str, config: Mapping[str, Any], *, ready_timeout: float = 60.0
+) -> AsyncIterator[Child]:
+    """Run `python -m module` until the context is left; yields it once it is ready.
+
+    ready_timeout: seconds until the readiness line. Leaving closes its stdin, waits for it to
+    end, and after 10 s terminates and then kills it.
+
+    Raises ContractError with the child's own message when it announced an error, GatewayError
+    when it ended, or stayed silent, before it was ready.
+    """
+    # -P: the working directory may hold the user's own modules of any name. A session of its
+    # own: ctrl-C at a terminal is for the parent, which then ends its children in order.
+    command = [sys.executable, "-P", "-m", module]
+    process = await anyio.open_process(
+        command, stdin=PIPE, stdout=PIPE, stderr=None, start_new_session=True
+    )
+    try:
+        ready = await _start(process, module, config, ready_timeout)
+        yield Child(ready, process)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await _end(process, module)
+
+
+async def _start(
+    process: anyio.abc.Process, module: str, config: Mapping[str, Any], ready_timeout: float
+) -> dict[str, Any]:
+    assert process.stdin is not None  # noqa: S101  # both are pipes
+    assert process.stdout is not None  # noqa: S101
+    line = json.dumps(config, allow_nan=False).encode() + b"\n"
+    try:
+        with anyio.fail_after(ready_timeout):
+            await process.stdin.send(line)
+            ready = await _ready_line(BufferedByteReceiveStream(process.stdout), module)
+    except TimeoutError:
+        raise GatewayError(f"{module} was not ready within {ready_timeout:g} s") from None
+    except anyio.DelimiterNotFound:
+        raise GatewayError(f"{module} sent no readiness line, but {_MAX_LINE} bytes") from None
+    except (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError):
+        with anyio.move_on_after(_DEATH_GRACE):
+            await process.wait()
+        raise GatewayError(
+            f"{module} ended before it was ready (exit code {process.returncode}); "
+            "its log on stderr says why"
+        ) from None
+    if "error" in ready:
+        raise ContractError(str(ready["error"]))
+    return ready
+
+
+async def _ready_line(stdout: BufferedByteReceiveStream, module: str) -> dict[str, Any]:
+    while True:
+        line = await stdout.receive_until(b"\n", _MAX_LINE)
+        try:
+            ready = json.loads(line)
+        except ValueError:
+            ready = None
+        if isinstance(ready, dict):
+            return ready
+        # A library that greets on stdout must not keep a worker from starting.
+        logger.info("%s wrote: %s", module, line.decode(errors="replace").strip())
+
+
+async def _end(process: anyio.abc.Process, module: str) -> None:
+    assert process.stdin is not None  # noqa: S101
+    try:
+        await process.stdin.aclose()
+    except (OSError, anyio.BrokenResourceError):
+        logger.debug("%s had closed its stdin", module)
+    for grace, end in (
+        (_CLOSING_GRACE, process.terminate),
+        (_TERMINATION_GRACE, process.kill),
+        (math.inf, process.kill),
+    ):
+        with anyio.move_on_after(grace):
+            await process.wait()
+            break
+        logger.warning("%s (process %d) does not end: %s", module, process.pid, end.__name__)
+        try:
+            end()
+        except ProcessLookupError:
+            continue
+    await process.aclose()
+
+
+def read_config() -> dict[str, Any]:
+    """In a child: the configuration. Raises ContractError when stdin holds none."""
+    line = sys.stdin.buffer.readline(_MAX_LINE)
+    try:
+        config = json.loads(line)
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise ContractError("the first line of stdin is not the configuration, a JSON object")
+    return config
+
+
+def announce(ready: Mapping[str, Any]) -> None:
+    """In a child: tell the parent that it is ready. What is printed later goes to stderr."""
+    sys.stdout.flush()
+    line = json.dumps(ready, allow_nan=False).encode() + b"\n"
+    while line:
+        line = line[os.write(sys.stdout.fileno(), line) :]
+    # Nobody reads this pipe any more, and a full one would block the child.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+
+def announce_error(message: str) -> None:
+    """In a child: tell the parent why it cannot be ready. The child ends itself."""
+    announce({"error": message})
+
+
+async def until_stdin_closes() -> None:
+    """In a child: return at the end of stdin."""
+    stdin = sys.stdin.fileno()
+    while True:
+        await anyio.wait_readable(stdin)
+        if not os.read(stdin, 65536):
+            return

@@ -1,0 +1,108 @@
+"""The trainer's side of a worker: the Gateway protocol over its control listener."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from turnleaf.core import ContractError, GatewayError, Key, Purpose, Trajectory
+from turnleaf.gateway._child import child_process
+from turnleaf.gateway._config import WorkerConfig
+
+__all__ = ["GatewayClient", "run_worker"]
+
+TIMEOUT = 30.0
+"""Seconds that the control listener may take; closing a key takes at most a few."""
+
+
+class GatewayClient:
+    """A `turnleaf.core.Gateway` that talks to one worker.
+
+    base_url: what agents are told. Methods raise GatewayError when the worker cannot be reached
+    or refuses.
+    """
+
+    def __init__(self, control_url: str, token: str, *, base_url: str) -> None:
+        self.base_url = base_url
+        self._http = httpx.AsyncClient(
+            base_url=control_url,
+            headers={"authorization": f"Bearer {token}"},
+            timeout=TIMEOUT,
+            trust_env=False,
+        )
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        await self._http.aclose()
+
+    async def open_key(
+        self, *, name: str, sampling: Mapping[str, Any], purpose: Purpose, expires_in: float
+    ) -> Key:
+        """See `turnleaf.core.Gateway`."""
+        body = {
+            "name": name,
+            "sampling": dict(sampling),
+            "purpose": purpose,
+            "expires_in": expires_in,
+        }
+        fields = (await self._request("POST", "/keys", json=body)).json()
+        return Key(id=fields["id"], base_url=fields["base_url"], secret=fields["secret"])
+
+    async def close_key(self, key_id: str, *, aborted: bool = False) -> Trajectory:
+        """See `turnleaf.core.Gateway`. Closing a key again returns the same trajectory."""
+        params = {"aborted": "true" if aborted else "false"}
+        response = await self._request("DELETE", f"/keys/{key_id}", params=params)
+        return Trajectory.from_json(response.content)
+
+    async def close_all(self, purpose: Purpose) -> None:
+        """See `turnleaf.core.Gateway`."""
+        await self._request("DELETE", "/keys", params={"purpose": purpose})
+
+    async def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
+        try:
+            response = await self._http.request(method, path, **content)
+        except httpx.HTTPError as error:
+            raise GatewayError(
+                f"the gateway worker at {self._http.base_url} did not answer {method} {path} "
+                f"({type(error).__name__}: {error}); if it ended, its log on stderr says why"
+            ) from error
+        if response.is_success:
+            return response
+        raise GatewayError(
+            f"the gateway worker refused {method} {path} with {response.status_code}: "
+            f"{_message(response)}"
+        )
+
+
+@asynccontextmanager
+async def run_worker(
+    config: WorkerConfig, *, ready_timeout: float = 120.0
+) -> AsyncIterator[GatewayClient]:
+    """Run a worker process until the context is left; yields its client once it is ready.
+
+    ready_timeout: seconds; loading a tokenizer takes a few. Raises ContractError with the
+    worker's own message when its configuration cannot work, GatewayError when it does not start.
+    """
+    async with child_process(
+        "turnleaf.gateway", config.to_mapping(), ready_timeout=ready_timeout
+    ) as child:
+        if child.ready.get("version") != 1:
+            raise ContractError(
+                f"the gateway worker speaks control version {child.ready.get('version')!r}, this "
+                "turnleaf 1: two versions are installed"
+            )
+        client = GatewayClient(
+            child.ready["control_url"], config.control_token, base_url=child.ready["base_url"]
+        )
+        try:
+            yield client
+        finally:
+            await client.aclose()
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]

@@ -1,0 +1,78 @@
+"""What a worker is told on its standard input."""
+
+import socket
+from typing import Any
+
+import attrs
+import cattrs
+
+from turnleaf.core import ContractError
+from turnleaf.gateway._history import ClientReasoning
+
+__all__ = ["PORTS", "WorkerConfig", "routable_address"]
+
+PORTS = 32
+"""Workers take the first free port of this many, from the configured one on."""
+
+
+def _port(_: Any, attribute: "attrs.Attribute[int]", value: int) -> None:
+    if not 0 <= value <= 65535:
+        raise ValueError(f"{attribute.name} is {value}, but ports are 0 to 65535")
+
+
+@attrs.frozen
+class WorkerConfig:
+    """Configuration of one worker.
+
+    engine_url: the engine, or the router in front of several. model: the checkpoint's folder.
+    model_id: what agents call the model; None for the folder's name.
+    control_token: the bearer of the control listener. host, port: where agents connect; port 0 is
+    any free one, another starts a range of `PORTS`. control_host: where the trainer connects.
+    public_url: what agents are told instead of host and port, `{port}` filled in.
+    template_arguments: passed to the chat template on every render. max_context_tokens: None for
+    the model's own limit. engine_retry_budget: seconds.
+    """
+
+    engine_url: str
+    model: str
+    control_token: str = attrs.field(repr=False)
+    model_id: str | None = None
+    host: str = "127.0.0.1"
+    port: int = attrs.field(default=9090, validator=_port)
+    control_host: str = "127.0.0.1"
+    public_url: str | None = None
+    template_arguments: dict[str, Any] = attrs.Factory(dict)
+    client_reasoning: ClientReasoning = "restore"
+    max_context_tokens: int | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    engine_retry_budget: float = 30.0
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The JSON object for the worker's standard input."""
+        mapping: dict[str, Any] = _converter.unstructure(self)
+        return mapping
+
+    @classmethod
+    def from_mapping(cls, mapping: dict[str, Any]) -> "WorkerConfig":
+        """Read what `to_mapping` wrote; raises ContractError that names what does not fit."""
+        try:
+            return _converter.structure(mapping, cls)
+        except (cattrs.BaseValidationError, ValueError, TypeError, KeyError) as error:
+            raise ContractError(
+                f"the worker's configuration is not valid: {type(error).__name__}: {error}"
+            ) from None
+
+
+_converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=False)
+
+
+def routable_address() -> str:
+    """The address from which this machine would reach others; loopback when it is alone."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # documentation address; no packet is sent
+            address: str = probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+    return address

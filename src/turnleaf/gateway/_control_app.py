@@ -1,0 +1,107 @@
+"""The trainer's listener: keys are opened and closed here, and trajectories collected."""
+
+import hmac
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any, get_args
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from turnleaf.core import EngineError, Purpose
+from turnleaf.gateway._http import bearer, guarded, json_response, read_json
+from turnleaf.gateway._keys import Keys
+from turnleaf.gateway.engines import Engine
+from turnleaf.gateway.protocols import RequestError, bad_request
+
+__all__ = ["control_app"]
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_MAX_NAME = 256
+_MAX_LIFE = 7 * 24 * 3600.0
+
+
+def control_app(keys: Keys, engine: Engine, *, base_url: str, token: str) -> Starlette:
+    """The ASGI app that the trainer talks to; every request needs `token` as its bearer."""
+
+    async def open_key(request: Request) -> Response:
+        body = await read_json(request)
+        if not isinstance(body, dict):
+            raise bad_request("body", "the request body is a JSON object")
+        record, secret = keys.open(
+            name=_name(body.get("name")),
+            sampling=_sampling(body.get("sampling", {})),
+            purpose=_purpose(body.get("purpose", "train")),
+            expires_in=_expires_in(body.get("expires_in")),
+        )
+        return json_response({"id": record.id, "base_url": base_url, "secret": secret}, 201)
+
+    async def close_key(request: Request) -> Response:
+        aborted = request.query_params.get("aborted", "false")
+        if aborted not in ("true", "false"):
+            raise bad_request("aborted", "is true or false")
+        trajectory = await keys.close(request.path_params["id"], aborted=aborted == "true")
+        return Response(trajectory.to_json(), media_type="application/json")
+
+    async def close_all(request: Request) -> Response:
+        await keys.close_all(_purpose(request.query_params.get("purpose")))
+        return Response(status_code=204)
+
+    async def ready(_: Request) -> Response:
+        try:
+            await engine.check()
+        except EngineError as error:
+            raise RequestError(503, str(error), code="engine_unavailable", retry_after=2) from None
+        return json_response({"status": "ready"})
+
+    def locked(endpoint: Endpoint) -> Endpoint:
+        async def answer(request: Request) -> Response:
+            sent = (bearer(request) or "").encode()
+            if not hmac.compare_digest(sent, token.encode()):
+                raise RequestError(401, "the control listener needs its token as bearer")
+            return await endpoint(request)
+
+        return guarded(answer)
+
+    return Starlette(
+        routes=[
+            Route("/keys", locked(open_key), methods=["POST"]),
+            Route("/keys", locked(close_all), methods=["DELETE"]),
+            Route("/keys/{id}", locked(close_key), methods=["DELETE"]),
+            Route("/readyz", locked(ready)),
+        ]
+    )
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+        raise bad_request("name", f"is 1 to {_MAX_NAME} printable characters")
+    return name
+
+
+def _sampling(sampling: Any) -> dict[str, Any]:
+    if not isinstance(sampling, dict):
+        raise bad_request("sampling", "is an object of sampling parameters")
+    limit = sampling.get("max_new_tokens")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise bad_request("sampling.max_new_tokens", "is an integer from 1 on")
+    return sampling
+
+
+def _purpose(purpose: Any) -> Purpose:
+    for known in get_args(Purpose):
+        if purpose == known:
+            value: Purpose = known
+            return value
+    raise bad_request("purpose", f"is {purpose!r}, not one of {', '.join(get_args(Purpose))}")
+
+
+def _expires_in(seconds: Any) -> float:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise bad_request("expires_in", "is a number of seconds")
+    if not math.isfinite(seconds) or not 0 < seconds <= _MAX_LIFE:
+        raise bad_request("expires_in", f"is above 0 and at most {_MAX_LIFE:.0f} seconds")
+    return float(seconds)

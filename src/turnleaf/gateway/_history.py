@@ -1,0 +1,231 @@
+"""Which sampled turn a request continues: the messages of a rollout as a tree."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import attrs
+import orjson
+
+from turnleaf.gateway.protocols import Message, bad_request, canonical_text, normalise
+
+__all__ = ["ClientReasoning", "Conversation", "History", "Match"]
+
+ClientReasoning = Literal["restore", "as_sent"]
+"""restore: reasoning that the client dropped still matches. as_sent: it does not."""
+
+
+@attrs.frozen(eq=False)
+class _Known:
+    """A message seen under a key: its normal form, and what it is compared by."""
+
+    message: Message
+    digest: bytes
+    reasoning: str
+    call_ids: tuple[str, ...]
+
+
+@attrs.frozen(eq=False)
+class _Reply:
+    """A turn whose reply ends at a node; `order` counts replies as they were recorded."""
+
+    turn_id: str
+    order: int
+    call_ids: tuple[str, ...]
+    carries_reasoning: bool
+
+
+_ChildKey = tuple[bytes, int | str | None]
+
+
+@attrs.define(eq=False)
+class _Node:
+    """One message after a certain history. Replies with equal content share a node."""
+
+    parent: "_Node | None"
+    message: Message
+    reasoning: str
+    children: dict[_ChildKey, list["_Node"]] = attrs.field(factory=dict)
+    replies: list[_Reply] = attrs.field(factory=list)
+
+
+@attrs.frozen(eq=False)
+class Conversation:
+    """A request's messages, known to a history.
+
+    messages: all of them in normal form. known: what they are compared by.
+    """
+
+    _root: _Node
+    _known: tuple[_Known, ...]
+
+    @property
+    def messages(self) -> list[Message]:
+        return [known.message for known in self._known]
+
+
+@attrs.frozen(eq=False)
+class Match:
+    """The turn that a request continues.
+
+    turn_id: the turn. reply: its message as it was sent to the agent. carries_reasoning: a turn on
+    its path, since the path was last rendered, sampled reasoning. new: the messages after it.
+    past: the messages up to and including the reply, with reasoning that the client dropped.
+    """
+
+    turn_id: str
+    reply: Message
+    carries_reasoning: bool
+    new: list[Message]
+    past: list[Message]
+    _node: _Node
+
+
+class History:
+    """Every conversation that one rollout has had with the model.
+
+    A message is normalised and canonicalised once, when it is first seen; after that its raw
+    bytes are enough to know it again.
+    """
+
+    def __init__(self, client_reasoning: ClientReasoning = "restore") -> None:
+        self._restore = client_reasoning == "restore"
+        self._known: dict[bytes, _Known] = {}
+        self._roots: dict[bytes, _Node] = {}
+        self._recorded = 0
+
+    def read(self, raw_messages: Sequence[Any], tools: Any) -> Conversation:
+        """Take in a request's messages; raises RequestError that names the field at fault."""
+        try:
+            known = tuple(self._know(raw, f"messages[{at}]") for at, raw in enumerate(raw_messages))
+            key = _digest(orjson.dumps(tools))
+        except (orjson.JSONEncodeError, RecursionError):
+            raise bad_request("messages", "or tools are nested too deeply") from None
+        return Conversation(self._roots.setdefault(key, _Node(None, {}, "")), known)
+
+    def match(self, conversation: Conversation, delivered: Callable[[str], bool]) -> Match | None:
+        """The latest turn whose messages and reply the conversation begins with, if any.
+
+        delivered: whether the reply of the turn with an id was delivered. Among equals, a reply
+        whose tool-call ids the client repeats wins, then one that was delivered, then the latest.
+        """
+        best: tuple[int, list[_Node]] | None = None
+        frontier = [conversation._root]
+        for at, (known, key) in enumerate(_keyed(conversation._known)):
+            frontier = [
+                child
+                for node in frontier
+                for child in node.children.get(key, ())
+                if child.reasoning == known.reasoning or (self._restore and not known.reasoning)
+            ]
+            if not frontier:
+                break
+            replied = [node for node in frontier if node.replies]
+            if replied:
+                best = at + 1, replied
+        if best is None:
+            return None
+        length, nodes = best
+        matched, new = conversation._known[:length], conversation._known[length:]
+        node, reply = max(
+            ((node, reply) for node in nodes for reply in node.replies),
+            key=lambda candidate: (
+                candidate[1].call_ids == matched[-1].call_ids,
+                delivered(candidate[1].turn_id),
+                candidate[1].order,
+            ),
+        )
+        return Match(
+            turn_id=reply.turn_id,
+            reply=node.message,
+            carries_reasoning=reply.carries_reasoning,
+            new=[known.message for known in new],
+            past=[
+                _with_ids_of(known.message, seen)
+                for known, seen in zip(matched, _messages_to(node), strict=True)
+            ],
+            node=node,
+        )
+
+    def record(
+        self,
+        conversation: Conversation,
+        match: Match | None,
+        reply: dict[str, Any],
+        turn_id: str,
+        *,
+        extended: bool,
+    ) -> None:
+        """Remember the reply that a turn gave to a conversation.
+
+        match: what the conversation continued, if anything. extended: its tokens were kept as
+        they are, instead of rendered anew.
+        """
+        node, start = (match._node, len(match.past)) if match else (conversation._root, 0)
+        for known, key in list(_keyed(conversation._known))[start:]:
+            node = _child(node, known, key)
+        known = self._know(reply, "reply")
+        node = _child(node, known, (known.digest, None))
+        before = match is not None and extended and match.carries_reasoning
+        carries = before or bool(known.reasoning)
+        node.replies.append(_Reply(turn_id, self._recorded, known.call_ids, carries))
+        self._recorded += 1
+
+    def _know(self, raw: Any, where: str) -> _Known:
+        key = _digest(orjson.dumps(raw))
+        known = self._known.get(key)
+        if known is None:
+            message = normalise(raw, where)
+            known = self._known[key] = _Known(
+                message=message,
+                digest=_digest(canonical_text(message).encode()),
+                reasoning=message.get("reasoning_content", "").strip(),
+                call_ids=tuple(call["id"] for call in message.get("tool_calls", ())),
+            )
+        return known
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _keyed(
+    conversation: Sequence[_Known],
+) -> Iterator[tuple[_Known, _ChildKey]]:
+    """Each message with its key below its parent: a tool result is tied to the call it answers
+    by that call's position, since ids differ between equal replies."""
+    positions: dict[str, int] = {}
+    for known in conversation:
+        if known.call_ids:
+            positions = {call_id: at for at, call_id in enumerate(known.call_ids)}
+        answers = known.message.get("tool_call_id")
+        yield known, (known.digest, positions.get(answers, answers) if answers else None)
+
+
+def _child(node: _Node, known: _Known, key: _ChildKey) -> _Node:
+    variants = node.children.setdefault(key, [])
+    for variant in variants:
+        if variant.reasoning == known.reasoning:
+            return variant
+    child = _Node(node, known.message, known.reasoning)
+    variants.append(child)
+    return child
+
+
+def _messages_to(node: _Node) -> list[Message]:
+    messages = []
+    at: _Node | None = node
+    while at is not None and at.parent is not None:
+        messages.append(at.message)
+        at = at.parent
+    return messages[::-1]
+
+
+def _with_ids_of(client: Message, seen: Message) -> Message:
+    """The message as it was first seen, calling its tool calls what this client calls them."""
+    if "tool_call_id" in client:
+        return {**seen, "tool_call_id": client["tool_call_id"]}
+    if "tool_calls" in client:
+        calls = zip(client["tool_calls"], seen["tool_calls"], strict=True)
+        return {**seen, "tool_calls": [{**call, "id": mine["id"]} for mine, call in calls]}
+    return seen

@@ -1,0 +1,71 @@
+"""What both listeners share: reading bounded bodies and answering in JSON."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from turnleaf.gateway.protocols import RequestError
+
+__all__ = ["ClientDisconnect", "bearer", "guarded", "json_response", "read_json"]
+
+BODY_LIMIT = 32 * 1024 * 1024
+"""Bytes of a request body."""
+BODY_TIMEOUT = 60.0
+"""Seconds in which a request body must arrive."""
+
+
+async def read_json(request: Request) -> Any:
+    """The decoded body. Raises RequestError for one too large, too slow, or not JSON."""
+    chunks, size = [], 0
+    try:
+        with anyio.fail_after(BODY_TIMEOUT):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > BODY_LIMIT:
+                    raise RequestError(
+                        413, f"the request body is larger than {BODY_LIMIT} bytes", code="too_large"
+                    )
+                chunks.append(chunk)
+    except TimeoutError:
+        raise RequestError(
+            408, f"the request body did not arrive within {BODY_TIMEOUT:.0f} seconds"
+        ) from None
+    try:
+        return orjson.loads(b"".join(chunks))
+    except orjson.JSONDecodeError as error:
+        raise RequestError(
+            400, f"the request body is not JSON: {error}", code="invalid_json"
+        ) from None
+
+
+def bearer(request: Request) -> str | None:
+    """The key of a request, from either header that clients put it in."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        return token.strip()
+    return request.headers.get("x-api-key")
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A response whose body is `value` as JSON."""
+    return Response(
+        orjson.dumps(value), status_code=status, headers=headers, media_type="application/json"
+    )
+
+
+def guarded(
+    endpoint: Callable[[Request], Awaitable[Response]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint, answering a RequestError in the protocol's shape."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except RequestError as error:
+            return json_response(error.body(), error.status, error.headers())
+
+    return answer

@@ -1,0 +1,178 @@
+"""Keys: what names a rollout at the gateway, and what is recorded under it."""
+
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import anyio
+import attrs
+
+from turnleaf.core import Exclusion, Purpose, Trajectory
+from turnleaf.gateway._history import ClientReasoning, History
+from turnleaf.gateway.protocols import RequestError
+
+__all__ = ["Call", "Keys", "Record"]
+
+logger = logging.getLogger(__name__)
+
+CLOSE_WAIT = 2.0
+"""Seconds that closing a key waits for its calls to end before it cuts them."""
+COLLECT_GRACE = 60.0
+"""Seconds for which a collected trajectory can be collected again, after a lost reply."""
+UNCOLLECTED_GRACE = 3600.0
+"""Seconds after its end for which a key's trajectory waits to be collected."""
+
+
+@attrs.define(eq=False)
+class Call:
+    """A model call in flight. `stop` ends it at the engine; `reason` says why."""
+
+    stop: anyio.Event = attrs.field(factory=anyio.Event)
+    reason: Exclusion = "undelivered"
+    finished: anyio.Event = attrs.field(factory=anyio.Event)
+    scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
+
+    def end(self, reason: Exclusion) -> None:
+        """Ask the call to end; the first reason stands."""
+        if not self.stop.is_set():
+            self.reason = reason
+            self.stop.set()
+
+
+@attrs.define(eq=False)
+class Record:
+    """One key and everything recorded under it.
+
+    sampling: the trainer's sampling parameters, never changed. clock: what templates that print
+    the time are told, for as long as the key lives. expires_at, closed_at, collected_at:
+    `time.monotonic` seconds.
+    """
+
+    id: str
+    name: str
+    purpose: Purpose
+    sampling: Mapping[str, Any]
+    expires_at: float
+    history: History
+    clock: datetime = attrs.field(factory=lambda: datetime.now(UTC).astimezone())
+    trajectory: Trajectory = attrs.field(factory=Trajectory)
+    calls: set[Call] = attrs.field(factory=set)
+    warned: set[str] = attrs.field(factory=set)
+    closed_at: float | None = None
+    collected_at: float | None = None
+    _next_index: int = 0
+
+    def take_index(self) -> int:
+        """The next turn's index."""
+        index = self._next_index
+        self._next_index += 1
+        return index
+
+    def outlived(self, now: float) -> bool:
+        """Whether nobody can be expected to collect the trajectory any more."""
+        if self.collected_at is not None:
+            return now > self.collected_at + COLLECT_GRACE
+        ended = self.expires_at if self.closed_at is None else self.closed_at
+        return now > ended + UNCOLLECTED_GRACE
+
+
+class Keys:
+    """Issues keys and finds what they name. Secrets are held as digests only."""
+
+    def __init__(self, client_reasoning: ClientReasoning) -> None:
+        self._client_reasoning = client_reasoning
+        self._records: dict[str, Record] = {}
+        self._by_secret: dict[bytes, Record] = {}
+
+    def __contains__(self, key_id: str) -> bool:
+        """Whether the key's trajectory can still be collected."""
+        return key_id in self._records
+
+    def open(
+        self, *, name: str, sampling: Mapping[str, Any], purpose: Purpose, expires_in: float
+    ) -> tuple[Record, str]:
+        """Issue a key that works for `expires_in` seconds; returns its record and its secret."""
+        self._forget_outlived()
+        secret = f"tl-{secrets.token_urlsafe(32)}"
+        record = Record(
+            id=f"key-{secrets.token_hex(12)}",
+            name=name,
+            purpose=purpose,
+            sampling=dict(sampling),
+            expires_at=time.monotonic() + expires_in,
+            history=History(self._client_reasoning),
+        )
+        self._records[record.id] = record
+        self._by_secret[_digest(secret)] = record
+        return record, secret
+
+    def authenticate(self, secret: str | None) -> Record:
+        """The record that a secret names; raises a 401 RequestError when there is none."""
+        if not secret:
+            raise _unauthorised(
+                "no API key was sent: pass the payload's _config api_key to the model client"
+            )
+        record = self._by_secret.get(_digest(secret))
+        if record is None:
+            raise _unauthorised(
+                "this API key is unknown or its rollout has ended: each rollout has its own, in "
+                "its payload's _config"
+            )
+        if time.monotonic() > record.expires_at:
+            raise _unauthorised("this API key has expired with its rollout's time limit")
+        return record
+
+    async def close(self, key_id: str, *, aborted: bool) -> Trajectory:
+        """End a key and its calls, and return what was recorded; a second time, the same.
+
+        Raises a 404 RequestError for an unknown key.
+        """
+        record = self._records.get(key_id)
+        if record is None:
+            raise RequestError(404, f"no key {key_id!r} is known here", code="key_not_found")
+        await self._end([record], "aborted" if aborted else "undelivered")
+        record.collected_at = record.collected_at or time.monotonic()
+        self._forget_outlived()
+        return record.trajectory
+
+    async def close_all(self, purpose: Purpose) -> None:
+        """End every key of a purpose and its calls; their trajectories wait for `close`."""
+        await self._end([r for r in self._records.values() if r.purpose == purpose], "aborted")
+
+    async def _end(self, records: list[Record], reason: Exclusion) -> None:
+        ending = {id(record) for record in records}
+        for record in records:
+            record.closed_at = record.closed_at or time.monotonic()
+            for call in record.calls:
+                call.end(reason)
+        self._by_secret = {
+            digest: record for digest, record in self._by_secret.items() if id(record) not in ending
+        }
+        with anyio.move_on_after(CLOSE_WAIT):
+            for record in records:
+                while record.calls:
+                    await next(iter(record.calls)).finished.wait()
+        for record in records:
+            for call in record.calls:
+                logger.warning("key %s: a call did not end in time and was cut", record.id)
+                call.scope.cancel()
+
+    def _forget_outlived(self) -> None:
+        now = time.monotonic()
+        outlived = {key_id for key_id, record in self._records.items() if record.outlived(now)}
+        if not outlived:
+            return
+        self._records = {k: r for k, r in self._records.items() if k not in outlived}
+        self._by_secret = {d: r for d, r in self._by_secret.items() if r.id not in outlived}
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+def _unauthorised(message: str) -> RequestError:
+    return RequestError(401, message, code="invalid_api_key")

@@ -1,0 +1,63 @@
+"""Serving an ASGI app inside a running event loop, on a socket that is already bound."""
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import anyio
+import uvicorn
+from starlette.types import ASGIApp
+
+__all__ = ["BACKLOG", "served"]
+
+BACKLOG = 4096
+KEEP_ALIVE = 75
+"""Seconds for which an idle connection is kept: fewer lose requests of clients that reuse one."""
+SHUTDOWN_GRACE = 3
+"""Seconds that requests in flight get to end when the server does."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn as a part of a program that ends in its own way, not by signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def served(app: ASGIApp, listening: socket.socket) -> AsyncIterator[None]:
+    """Serve `app` on `listening`, which is closed at the end, until the context is left.
+
+    Leaving it lets requests in flight end for a few seconds, then cuts them.
+    """
+    server = _Server(
+        uvicorn.Config(
+            app,
+            access_log=False,
+            backlog=BACKLOG,
+            lifespan="off",
+            log_config=None,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_GRACE,
+            timeout_keep_alive=KEEP_ALIVE,
+            ws="none",
+        )
+    )
+    failure: BaseException | None = None
+    with listening:
+        async with anyio.create_task_group() as tasks:
+
+            async def serve() -> None:
+                await server.serve(sockets=[listening])
+
+            tasks.start_soon(serve)
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001  # kept, so that no group wraps it
+                failure = error
+            finally:
+                server.should_exit = True
+    if failure is not None:
+        raise failure

@@ -1,0 +1,287 @@
+"""One turn: from a chat request to recorded tokens and the reply that they spell."""
+
+import logging
+import secrets
+import time
+from typing import Any
+
+import attrs
+import numpy as np
+
+from turnleaf.core import EngineError, TokenIds, Turn, TurnTimings
+from turnleaf.gateway._history import Conversation, Match
+from turnleaf.gateway._keys import Call, Record
+from turnleaf.gateway.engines import (
+    Engine,
+    EngineLost,
+    EngineReply,
+    EngineRequest,
+    EngineUnavailable,
+    UntrustedReply,
+)
+from turnleaf.gateway.protocols import ChatRequest, Completion, RequestError
+from turnleaf.gateway.rendering import Parsed, Renderer, RenderError
+
+__all__ = ["Prepared", "Turns"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER = 2
+"""Seconds that a client is told to wait while the engine has trouble."""
+
+
+@attrs.frozen(eq=False)
+class Prepared:
+    """A request whose prompt is built.
+
+    prompt: int32[n], the whole prompt. extended: the matched turn's tokens were kept as they are.
+    max_new_tokens: the least of the agent's, the trainer's and what the context leaves.
+    """
+
+    turn_id: str
+    index: int
+    started: float
+    request: ChatRequest
+    trained: bool
+    conversation: Conversation
+    match: Match | None
+    extended: bool
+    prompt: TokenIds
+    max_new_tokens: int
+
+
+class Turns:
+    """Builds prompts from tokens already sampled, calls the engine, and records what it samples.
+
+    max_context_tokens: the most tokens that prompt and output may have together.
+    """
+
+    def __init__(self, renderer: Renderer, engine: Engine, *, max_context_tokens: int) -> None:
+        self._renderer = renderer
+        self._engine = engine
+        self._max_context_tokens = max_context_tokens
+
+    def prepare(self, record: Record, request: ChatRequest, *, trained: bool) -> Prepared:
+        """Build the prompt of a request.
+
+        Raises RequestError: 400 for messages that cannot be rendered and for a prompt that leaves
+        no room in the context.
+        """
+        if request.parse_calls and not self._renderer.can_parse_calls:
+            raise RequestError(
+                400,
+                "tools: no parser reads this model's tool calls; set turnleaf.tool_call_parser, or "
+                "send tool_choice 'none'",
+                code="unsupported_parameter",
+                param="tools",
+            )
+        self._warn_of_ignored(record, request)
+        started = time.time()
+        conversation = record.history.read(request.messages, request.tools)
+        match = record.history.match(
+            conversation, lambda turn_id: record.trajectory.turn(turn_id).excluded != "undelivered"
+        )
+        if match is not None:
+            self.deliver(record, match.turn_id)  # what the agent sends back, it has received
+        try:
+            prompt, extended = self._prompt(record, request, conversation, match)
+        except RenderError as error:
+            raise RequestError(
+                400, f"messages: {error}", code="invalid_value", param="messages"
+            ) from None
+        return Prepared(
+            turn_id=f"chatcmpl-{secrets.token_hex(12)}",
+            index=record.take_index(),
+            started=started,
+            request=request,
+            trained=trained,
+            conversation=conversation,
+            match=match,
+            extended=extended,
+            prompt=prompt,
+            max_new_tokens=self._max_new_tokens(record, request, len(prompt)),
+        )
+
+    async def sample(self, record: Record, prepared: Prepared, call: Call) -> Completion:
+        """Sample the turn and record it, as undelivered until `deliver` says otherwise.
+
+        Raises RequestError when there is no reply to give: 401 when the key was closed meanwhile,
+        502 for a reply of the engine that does not add up, 503 when the engine has trouble.
+        """
+        began = time.monotonic()
+        reply = await self._generate(record, prepared, call)
+        engine_seconds = time.monotonic() - began
+        turn = self._turn(record, prepared, reply, call, engine_seconds)
+        record.trajectory.add(turn)
+        if call.stop.is_set():
+            raise _ended()
+        if reply.finish_reason == "abort":
+            raise RequestError(
+                503, "the engine interrupted this reply", code="engine_abort", retry_after=1
+            )
+        completion = self._completion(prepared, reply)
+        record.history.record(
+            prepared.conversation,
+            prepared.match,
+            completion.message,
+            turn.id,
+            extended=prepared.extended,
+        )
+        return completion
+
+    def deliver(self, record: Record, turn_id: str) -> None:
+        """The agent has the turn's reply."""
+        if record.trajectory.turn(turn_id).excluded == "undelivered":
+            record.trajectory.exclude(turn_id, None)
+
+    def _prompt(
+        self, record: Record, request: ChatRequest, conversation: Conversation, match: Match | None
+    ) -> tuple[TokenIds, bool]:
+        if match is None:
+            messages = conversation.messages
+        else:
+            added = self._renderer.extend(
+                match.reply,
+                record.trajectory.turn(match.turn_id).output,
+                match.new,
+                request.tools,
+                reasoning=match.carries_reasoning,
+                clock=record.clock,
+            )
+            if added is not None:
+                path = record.trajectory.tokens_through(match.turn_id)
+                return np.concatenate([path, added]), True
+            messages = [*match.past, *match.new]
+        return self._renderer.render(messages, request.tools, clock=record.clock), False
+
+    def _max_new_tokens(self, record: Record, request: ChatRequest, prompt_tokens: int) -> int:
+        room = self._max_context_tokens - prompt_tokens
+        if room < 1:
+            raise RequestError(
+                400,
+                f"This model's maximum context length is {self._max_context_tokens} tokens, and "
+                f"the messages take {prompt_tokens} of them: shorten the history.",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        limits = [room, request.max_tokens, record.sampling.get("max_new_tokens")]
+        return min(limit for limit in limits if limit is not None)
+
+    def _sampling(self, record: Record, prepared: Prepared) -> dict[str, Any]:
+        sampling = {**record.sampling, "max_new_tokens": prepared.max_new_tokens}
+        stop = sampling.get("stop") or []
+        stop = [*([stop] if isinstance(stop, str) else stop), *prepared.request.stop]
+        if stop:
+            sampling["stop"] = stop
+        return sampling
+
+    async def _generate(self, record: Record, prepared: Prepared, call: Call) -> EngineReply:
+        request = EngineRequest(
+            turn_id=prepared.turn_id,
+            input_ids=prepared.prompt,
+            sampling=self._sampling(record, prepared),
+            routing_key=record.name,
+        )
+        try:
+            return await self._engine.generate(request, stop=call.stop)
+        except EngineLost:
+            raise _ended() from None
+        except UntrustedReply as error:
+            logger.error("key %s: %s", record.id, error)
+            raise RequestError(502, str(error), code="engine_reply") from None
+        except EngineUnavailable as error:
+            logger.error("key %s: %s", record.id, error)
+            raise RequestError(
+                503, str(error), code="engine_unavailable", retry_after=RETRY_AFTER
+            ) from None
+        except EngineError as error:
+            logger.error("key %s: %s", record.id, error)
+            raise RequestError(502, str(error), code="engine_refused") from None
+
+    def _turn(
+        self,
+        record: Record,
+        prepared: Prepared,
+        reply: EngineReply,
+        call: Call,
+        engine_seconds: float,
+    ) -> Turn:
+        place = record.trajectory.locate(prepared.prompt)
+        if call.stop.is_set():
+            excluded = call.reason
+        elif reply.finish_reason == "abort":
+            excluded = "aborted"
+        else:
+            excluded = "undelivered" if prepared.trained else "untrained"
+        return Turn(
+            id=prepared.turn_id,
+            index=prepared.index,
+            parent=place.parent,
+            keep=place.keep,
+            prompt=prepared.prompt[place.keep :],
+            output=reply.output,
+            logprobs=reply.logprobs,
+            finish_reason=reply.finish_reason,
+            weight_versions=reply.weight_versions,
+            cached_tokens=reply.cached_tokens,
+            timings=TurnTimings(
+                started=prepared.started,
+                engine=engine_seconds,
+                total=time.time() - prepared.started,
+            ),
+            excluded=excluded,
+        )
+
+    def _completion(self, prepared: Prepared, reply: EngineReply) -> Completion:
+        request = prepared.request
+        parsed = self._renderer.parse(
+            reply.output,
+            tools=request.tools if request.parse_calls else None,
+            finish_reason=reply.finish_reason,
+            matched=reply.matched,
+        )
+        if parsed.malformed:
+            logger.info("turn %s: %d tool calls were malformed", prepared.turn_id, parsed.malformed)
+        finish_reason: str = reply.finish_reason
+        if finish_reason == "stop" and parsed.calls:
+            finish_reason = "tool_calls"
+        return Completion(
+            id=prepared.turn_id,
+            model=request.model,
+            message=_message(parsed),
+            finish_reason=finish_reason,
+            prompt_tokens=len(prepared.prompt),
+            completion_tokens=len(reply.output),
+            cached_tokens=reply.cached_tokens,
+        )
+
+    def _warn_of_ignored(self, record: Record, request: ChatRequest) -> None:
+        new = [field for field in request.ignored if field not in record.warned]
+        if new:
+            record.warned.update(new)
+            logger.info(
+                "key %s: the agent asks for %s; the trainer's own sampling is used instead",
+                record.id,
+                ", ".join(new),
+            )
+
+
+def _message(parsed: Parsed) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["content"] = parsed.content or None
+        message["tool_calls"] = [
+            {
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in parsed.calls
+        ]
+    return message
+
+
+def _ended() -> RequestError:
+    return RequestError(401, "the rollout of this API key has ended", code="invalid_api_key")

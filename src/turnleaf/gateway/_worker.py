@@ -1,0 +1,138 @@
+"""One gateway process: two listeners, one engine, one renderer."""
+
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+
+from turnleaf.core import ContractError, EngineError
+from turnleaf.gateway._agents_app import agents_app
+from turnleaf.gateway._child import announce, announce_error, read_config, until_stdin_closes
+from turnleaf.gateway._config import PORTS, WorkerConfig, routable_address
+from turnleaf.gateway._control_app import control_app
+from turnleaf.gateway._keys import Keys
+from turnleaf.gateway._serving import BACKLOG, served
+from turnleaf.gateway._turns import Turns
+from turnleaf.gateway.engines import Engine, SGLangEngine
+from turnleaf.gateway.rendering import Renderer
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Run a worker until its standard input ends; returns the exit code."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        config = WorkerConfig.from_mapping(read_config())
+        renderer = Renderer.load(
+            config.model,
+            template_arguments=config.template_arguments,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        )
+        limit = _context_limit(config, renderer)
+        anyio.run(_serve, config, renderer, limit, backend_options={"use_uvloop": True})
+    except ContractError as error:
+        announce_error(str(error))
+        return 2
+    return 0
+
+
+async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
+    engine = SGLangEngine(config.engine_url, retry_budget=config.engine_retry_budget)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(engine.aclose)
+        await _check(engine)
+        agents_socket = stack.enter_context(listen(config.host, config.port))
+        control_socket = stack.enter_context(listen(config.control_host, 0))
+        base_url = _base_url(config, agents_socket.getsockname()[1])
+        keys = Keys(config.client_reasoning)
+        turns = Turns(renderer, engine, max_context_tokens=limit)
+        model_id = config.model_id or Path(config.model).name
+        agents = agents_app(keys, turns, model_id=model_id)
+        control = control_app(keys, engine, base_url=base_url, token=config.control_token)
+        await stack.enter_async_context(served(agents, agents_socket))
+        await stack.enter_async_context(served(control, control_socket))
+        control_host, control_port = control_socket.getsockname()[:2]
+        control_url = f"http://{_bracketed(control_host)}:{control_port}"
+        announce({"version": 1, "base_url": base_url, "control_url": control_url})
+        await until_stdin_closes()
+
+
+@contextlib.contextmanager
+def listen(host: str, port: int) -> Iterator[socket.socket]:
+    """A bound socket on the first free port of the range that starts at `port`; 0 is any port.
+
+    Raises ContractError, naming the setting, when the whole range is in use or the address is
+    not this machine's.
+    """
+    last = min(port + PORTS - 1, 65535) if port else 0
+    for candidate in range(port, last + 1):
+        try:
+            listening = _bind(host, candidate)
+        except OSError as error:
+            if port and error.errno == errno.EADDRINUSE:
+                continue
+            raise ContractError(
+                f"gateway_host {host!r}, port {candidate}: cannot listen there ({error}); name an "
+                "address of this machine"
+            ) from None
+        with listening:
+            yield listening
+        return
+    raise ContractError(
+        f"ports {port} to {last} on {host} are all in use: set gateway_port to the start of a free "
+        "range, or to 0 for any free port"
+    )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(BACKLOG)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+def _base_url(config: WorkerConfig, port: int) -> str:
+    if config.public_url is not None:
+        return config.public_url.replace("{port}", str(port)).rstrip("/") + "/v1"
+    host = routable_address() if config.host in ("0.0.0.0", "::") else config.host  # noqa: S104
+    return f"http://{_bracketed(host)}:{port}/v1"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+async def _check(engine: Engine) -> None:
+    try:
+        await engine.check()
+    except EngineError as error:
+        raise ContractError(str(error)) from None
+
+
+def _context_limit(config: WorkerConfig, renderer: Renderer) -> int:
+    limits = [config.max_context_tokens, renderer.max_context]
+    known = [limit for limit in limits if limit is not None]
+    if not known:
+        raise ContractError(
+            f"the config.json of {config.model} does not say how long its context is: set "
+            "turnleaf.max_context_tokens"
+        )
+    limit: int = min(known)
+    return limit

@@ -1,0 +1,27 @@
+"""The protocols that agents speak, apart from how they are served."""
+
+from turnleaf.gateway.protocols._chat import (
+    ChatRequest,
+    Completion,
+    completion,
+    completion_events,
+    error_event,
+    parse_chat_request,
+)
+from turnleaf.gateway.protocols._errors import RequestError, bad_request, not_supported
+from turnleaf.gateway.protocols._messages import Message, canonical_text, normalise
+
+__all__ = [
+    "ChatRequest",
+    "Completion",
+    "Message",
+    "RequestError",
+    "bad_request",
+    "canonical_text",
+    "completion",
+    "completion_events",
+    "error_event",
+    "normalise",
+    "not_supported",
+    "parse_chat_request",
+]

@@ -1,0 +1,301 @@
+"""OpenAI chat completions: requests in, completions and their event streams out."""
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import orjson
+
+from turnleaf.gateway.protocols._errors import RequestError, bad_request, not_supported
+
+__all__ = [
+    "ChatRequest",
+    "Completion",
+    "completion",
+    "completion_events",
+    "error_event",
+    "parse_chat_request",
+]
+
+TRAINER_OWNED = frozenset(
+    {
+        "frequency_penalty",
+        "logit_bias",
+        "min_p",
+        "presence_penalty",
+        "repetition_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+)
+"""Fields that would change what is sampled; the trainer's values are used instead."""
+
+HINTS = frozenset(
+    {
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "response_format",
+        "seed",
+        "verbosity",
+    }
+)
+"""Fields that are read as wishes: enforcing them would change the sampled probabilities."""
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+_READ = frozenset(
+    {
+        "max_completion_tokens",
+        "max_tokens",
+        "messages",
+        "model",
+        "stop",
+        "stream",
+        "stream_options",
+        "tool_choice",
+        "tools",
+    }
+)
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "modalities": (["text"],),
+}
+_REMEDIES = {
+    "n": "send one request per completion",
+    "logprobs": "read them from the trajectory",
+    "top_logprobs": "leave it out",
+    "functions": "send tools instead",
+    "function_call": "send tool_choice instead",
+    "chat_template_kwargs": "template arguments come from the trainer",
+}
+_MAX_STOPS = 32
+_MAX_STOP_LENGTH = 1024
+_MAX_MESSAGES = 20_000
+_MAX_TOOLS = 1_000
+
+
+@attrs.frozen(eq=False)
+class ChatRequest:
+    """A chat completion request, checked.
+
+    messages: raw, as sent. tools: OpenAI tool objects, or None. parse_calls: whether the reply
+    may be read as tool calls. max_tokens: the agent's own limit on the reply, or None. ignored:
+    fields that ask for what the trainer owns, or that are taken as hints, in a stable order.
+    """
+
+    messages: list[Any]
+    tools: list[dict[str, Any]] | None
+    parse_calls: bool
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    model: str
+    ignored: tuple[str, ...]
+
+
+def parse_chat_request(body: Any) -> ChatRequest:
+    """Check a decoded request body; raises RequestError that names the field at fault."""
+    if not isinstance(body, dict):
+        raise bad_request("body", "the request body is a JSON object")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name in _NEUTRAL:
+            if not any(type(value) is type(same) and value == same for same in _NEUTRAL[name]):
+                raise not_supported(name, _REMEDIES.get(name, "leave it out"))
+        elif name not in _READ | TRAINER_OWNED | HINTS | _WITHOUT_EFFECT:
+            raise not_supported(name, _REMEDIES.get(name, "leave it out"))
+    tools = _tools(given.get("tools"))
+    parse_calls, forced = _tool_choice(given.get("tool_choice"), tools)
+    ignored = [name for name in given if name in TRAINER_OWNED | HINTS]
+    return ChatRequest(
+        messages=_messages(given.get("messages")),
+        tools=tools,
+        parse_calls=parse_calls,
+        max_tokens=_max_tokens(given),
+        stop=_stop(given.get("stop")),
+        stream=_boolean(given, "stream"),
+        include_usage=_include_usage(given.get("stream_options")),
+        model=_model(given.get("model", "")),
+        ignored=tuple(sorted([*ignored, "tool_choice"] if forced else ignored)),
+    )
+
+
+def _messages(messages: Any) -> list[Any]:
+    if not isinstance(messages, list) or not messages:
+        raise bad_request("messages", "is a list with at least one message")
+    if len(messages) > _MAX_MESSAGES:
+        raise bad_request("messages", f"has {len(messages)} messages, more than {_MAX_MESSAGES}")
+    return messages
+
+
+def _model(model: Any) -> str:
+    if not isinstance(model, str):
+        raise bad_request("model", "is a string")
+    return model
+
+
+def _tools(tools: Any) -> list[dict[str, Any]] | None:
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise bad_request("tools", "is a list of tools")
+    if len(tools) > _MAX_TOOLS:
+        raise bad_request("tools", f"has {len(tools)} tools, more than {_MAX_TOOLS}")
+    for position, tool in enumerate(tools):
+        where = f"tools[{position}]"
+        if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
+            raise bad_request(where, "a tool is an object with a function")
+        if tool.get("type", "function") != "function":
+            raise not_supported(f"{where}.type", "only tools of type 'function' exist here")
+        if not isinstance(tool["function"].get("name"), str):
+            raise bad_request(f"{where}.function.name", "is a string")
+        if not isinstance(tool["function"].get("parameters") or {}, dict):
+            raise bad_request(f"{where}.function.parameters", "is a JSON schema object")
+    return tools
+
+
+def _tool_choice(choice: Any, tools: list[dict[str, Any]] | None) -> tuple[bool, bool]:
+    """Whether calls are parsed, and whether the agent wanted to force one."""
+    if choice == "none":
+        return False, False
+    if choice is None or choice == "auto":
+        return tools is not None, False
+    if choice == "required" or isinstance(choice, dict):
+        return tools is not None, True
+    raise bad_request("tool_choice", "is 'auto', 'none', 'required' or names a function")
+
+
+def _max_tokens(given: Mapping[str, Any]) -> int | None:
+    limits = []
+    for name in ("max_completion_tokens", "max_tokens"):
+        if name in given:
+            limit = given[name]
+            if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+                raise bad_request(name, f"is {limit!r}, but must be an integer from 1 on")
+            limits.append(limit)
+    return min(limits, default=None)
+
+
+def _stop(stop: Any) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(stops, list) or not all(isinstance(one, str) for one in stops):
+        raise bad_request("stop", "is a string or a list of strings")
+    if len(stops) > _MAX_STOPS or any(len(one) > _MAX_STOP_LENGTH for one in stops):
+        raise bad_request(
+            "stop", f"has more than {_MAX_STOPS} strings or one over {_MAX_STOP_LENGTH} characters"
+        )
+    return tuple(one for one in stops if one)
+
+
+def _boolean(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise bad_request(name, "is true or false")
+    return value
+
+
+def _include_usage(options: Any) -> bool:
+    if options is None:
+        return False
+    if not isinstance(options, dict):
+        raise bad_request("stream_options", "is an object")
+    return bool(options.get("include_usage"))
+
+
+@attrs.frozen(eq=False)
+class Completion:
+    """A sampled reply, ready to be told.
+
+    message: the assistant message as the protocol has it. finish_reason: stop, length or
+    tool_calls. Token counts are of the whole prompt, the reply, and what the prefix cache held.
+    """
+
+    id: str
+    model: str
+    message: dict[str, Any]
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    created: int = attrs.field(factory=lambda: int(time.time()))
+
+    def usage(self) -> dict[str, Any]:
+        """The protocol's usage object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+def completion(reply: Completion) -> bytes:
+    """The body of an unstreamed reply."""
+    return orjson.dumps(
+        {
+            "id": reply.id,
+            "object": "chat.completion",
+            "created": reply.created,
+            "model": reply.model,
+            "choices": [
+                {
+                    "index": 0,
+                    "message": reply.message,
+                    "logprobs": None,
+                    "finish_reason": reply.finish_reason,
+                }
+            ],
+            "usage": reply.usage(),
+        }
+    )
+
+
+def completion_events(reply: Completion, *, include_usage: bool) -> Iterator[bytes]:
+    """The server-sent events of a reply that is already whole, `[DONE]` included."""
+
+    def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
+        chunk = {
+            "id": reply.id,
+            "object": "chat.completion.chunk",
+            "created": reply.created,
+            "model": reply.model,
+            "choices": choices,
+            **({"usage": None} if include_usage else {}),
+            **more,
+        }
+        return b"data: " + orjson.dumps(chunk) + b"\n\n"
+
+    def delta(fields: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        return event(
+            [{"index": 0, "delta": fields, "logprobs": None, "finish_reason": finish_reason}]
+        )
+
+    message = reply.message
+    yield delta({"role": "assistant", "content": ""})
+    for name in ("reasoning_content", "content"):
+        if message.get(name):
+            yield delta({name: message[name]})
+    for position, call in enumerate(message.get("tool_calls", ())):
+        yield delta({"tool_calls": [{"index": position, **call}]})
+    yield delta({}, reply.finish_reason)
+    if include_usage:
+        yield event([], usage=reply.usage())
+    yield b"data: [DONE]\n\n"
+
+
+def error_event(error: RequestError) -> bytes:
+    """The server-sent event that ends a stream which broke."""
+    return b"data: " + orjson.dumps(error.body()) + b"\n\n"

@@ -1,0 +1,286 @@
+"""What a chat template writes after a sampled reply, without rendering what came before it.
+
+A short conversation stands in for the history: a question, and a reply of the same kind that ends
+in a sentinel. What follows the sentinel follows the sampled reply too, provided that the template
+does not look further back. That is not believed but proved, for each shape of what follows:
+against full renders of other conversations, of one to three turns.
+"""
+
+import logging
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import attrs
+
+from turnleaf.gateway.rendering._control import ControlledTokenizer, Shield
+from turnleaf.gateway.rendering._errors import RenderError
+from turnleaf.gateway.rendering._template import Message, Template, Tool
+
+__all__ = ["Continuation", "Continuations"]
+
+logger = logging.getLogger(__name__)
+
+_CLOCK = datetime(2024, 2, 3, 4, 5, 6, tzinfo=UTC)
+_LONGEST_SHAPE = 32
+_MOST_PROOFS = 1024
+
+
+def _call(position: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": "probe", "arguments": arguments}
+    return {"id": f"call{position:05d}", "type": "function", "function": function}
+
+
+def _tool(name: str) -> Tool:
+    parameters = {"type": "object", "properties": {"text": {"type": "string"}}}
+    function = {"name": name, "description": "A tool to call.", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+_QUESTION: Message = {"role": "user", "content": "question"}
+_STAND_IN_TOOLS = (_tool("probe"),)
+_PROOF_TOOLS = (_tool("first"), _tool("second"))
+
+
+@attrs.frozen
+class _Part:
+    """What a proof distinguishes of a message."""
+
+    role: str
+    calls: bool
+    reasoning: bool
+
+    @classmethod
+    def of(cls, message: Message) -> "_Part":
+        return cls(
+            message["role"], bool(message.get("tool_calls")), bool(message.get("reasoning_content"))
+        )
+
+
+_Shape = tuple[bool, bool, tuple[_Part, ...]]
+"""Whether the reply has calls, whether there are tools, and what follows the reply."""
+
+
+@attrs.frozen
+class Continuation:
+    """Text from the end of a reply on, with stand-ins of `shield` in it.
+
+    text: it starts with the close of the reply's turn. keeps_reasoning: whether the template shows
+    the reasoning of the turns before.
+    """
+
+    text: str
+    shield: Shield
+    keeps_reasoning: bool
+
+
+class Continuations:
+    """Continues replies under one template.
+
+    close: what the template writes after a reply that ends the conversation.
+    """
+
+    def __init__(self, template: Template, tokenizer: ControlledTokenizer, where: str) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        self._sentinel = f"sentinel{secrets.token_hex(16)}"
+        self._earlier = f"earlier{secrets.token_hex(16)}"
+        self._later = f"later{secrets.token_hex(16)}"
+        self._proofs: dict[_Shape, bool] = {}
+        self.close = self._after_sentinel(self._reply(calls=False), None) or ""
+        after_call = self._after_sentinel(self._reply(calls=True), _STAND_IN_TOOLS)
+        self._call_end = (
+            after_call.removesuffix(self.close)
+            if after_call and after_call.endswith(self.close)
+            else None
+        )
+        self._prove_common(where)
+
+    def after(
+        self,
+        reply: Message,
+        new: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        *,
+        clock: datetime | None,
+    ) -> Continuation | None:
+        """What follows `reply` once `new` is said; None when only a full render can tell."""
+        shape = _shape(reply, new, tools)
+        if shape is None or not self._proved(shape):
+            return None
+        return self._continue(reply, new, _STAND_IN_TOOLS if tools else None, clock)
+
+    def _continue(
+        self,
+        reply: Message,
+        new: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        clock: datetime | None,
+    ) -> Continuation | None:
+        calls = reply.get("tool_calls") or ()
+        messages: list[Message] = [_QUESTION]
+        if tools:
+            messages += [
+                {**_assistant([_call(0, {})]), "reasoning_content": self._earlier},
+                _tool_result(0, "result"),
+            ]
+        ending = _with_sentinel(calls, self._sentinel)
+        messages += [{**ending, "reasoning_content": self._later}, *new]
+        shield = self._tokenizer.shield()
+        try:
+            text = self._template.render(messages, tools, prompt=True, clock=clock, shield=shield)
+        except RenderError:
+            return None
+        before, found, after = text.partition(self._sentinel)
+        end = self._call_end if calls else ""
+        if not found or self._sentinel in after or end is None or not after.startswith(end):
+            return None
+        after = after[len(end) :]
+        if not after.startswith(self.close) or not self._tokenizer.starts_with_control(after):
+            return None
+        shown = self._later in before and (not tools or self._earlier in before)
+        return Continuation(after, shield, shown)
+
+    def _reply(self, *, calls: bool) -> Message:
+        return _with_sentinel([_call(0, {})] if calls else (), self._sentinel)
+
+    def _after_sentinel(self, reply: Message, tools: Sequence[Tool] | None) -> str | None:
+        text = self._render([_QUESTION, reply], tools, prompt=False)
+        return text.partition(self._sentinel)[2] if text else None
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, *, prompt: bool
+    ) -> str | None:
+        shield = self._tokenizer.shield()
+        try:
+            return self._template.render(
+                messages, tools, prompt=prompt, clock=_CLOCK, shield=shield
+            )
+        except RenderError:
+            return None
+
+    def _prove_common(self, where: str) -> None:
+        user, result = _Part("user", False, False), _Part("tool", False, False)
+        common: list[_Shape] = [(False, tools, (user,)) for tools in (False, True)]
+        common += [
+            (True, True, following)
+            for following in ((result,), (result, result), (result, user), (user,))
+        ]
+        unproved = [shape for shape in common if not self._proved(shape)]
+        if unproved:
+            logger.warning(
+                "the chat template of %s rewrites what it wrote before, so some turns are rendered "
+                "in full: after %s",
+                where,
+                "; ".join(
+                    f"a reply {'with' if calls else 'without'} calls, "
+                    + ", ".join(part.role for part in parts)
+                    for calls, _, parts in unproved
+                ),
+            )
+
+    def _proved(self, shape: _Shape) -> bool:
+        proved = self._proofs.get(shape)
+        if proved is None:
+            if len(self._proofs) >= _MOST_PROOFS:
+                self._proofs.clear()
+            proved = self._proofs[shape] = self._prove(shape)
+        return proved
+
+    def _prove(self, shape: _Shape) -> bool:
+        """Whether a stand-in history and real ones are continued alike, in this shape."""
+        with_calls, with_tools, parts = shape
+        results = next((n for n, part in enumerate(parts) if part.role != "tool"), len(parts))
+        calls = [_call(at, {}) for at in range(max(1, results))] if with_calls else []
+        reply = _with_sentinel(calls, self._sentinel)
+        new = list(_messages_of(parts))
+        tools = _PROOF_TOOLS if with_tools else None
+        continued = self._continue(reply, new, _STAND_IN_TOOLS if with_tools else None, _CLOCK)
+        if continued is None:
+            return False
+        end = (self._call_end or "") if with_calls else ""
+        proofs = 0
+        for history in _histories(with_tools):
+            prompt = self._render(history, tools, prompt=True)
+            if prompt is None:
+                continue
+            for real in (reply, {**reply, "reasoning_content": "a thought"}):
+                full = self._render([*history, real, *new], tools, prompt=True)
+                before, _, after = (full or "").partition(self._sentinel)
+                if after != end + continued.text or not _bare(before).startswith(_bare(prompt)):
+                    return False
+            proofs += 1
+        return proofs > 0
+
+
+def _assistant(calls: Sequence[Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": list(calls)}
+
+
+def _tool_result(position: int, content: str) -> dict[str, Any]:
+    identity = {"tool_call_id": f"call{position:05d}", "name": "probe"}
+    return {"role": "tool", "content": content, **identity}
+
+
+def _with_sentinel(calls: Sequence[Any], sentinel: str) -> dict[str, Any]:
+    """A reply with these calls, but for their arguments, that ends in the sentinel."""
+    if not calls:
+        return {"role": "assistant", "content": sentinel}
+    arguments: list[dict[str, Any]] = [{} for _ in calls]
+    arguments[-1] = {"text": sentinel}
+    return _assistant(
+        [
+            {**call, "function": {**call["function"], "arguments": given}}
+            for call, given in zip(calls, arguments, strict=True)
+        ]
+    )
+
+
+def _shape(reply: Message, new: Sequence[Message], tools: Sequence[Tool] | None) -> _Shape | None:
+    """The shape; None when it is too long to be worth a proof. Runs of like messages count as
+    two."""
+    parts: list[_Part] = []
+    for message in new:
+        part = _Part.of(message)
+        if parts[-2:] != [part, part]:
+            parts.append(part)
+        if len(parts) > _LONGEST_SHAPE:
+            return None
+    return bool(reply.get("tool_calls")), bool(tools), tuple(parts)
+
+
+def _messages_of(parts: Sequence[_Part]) -> Iterator[Message]:
+    results = 0
+    for at, part in enumerate(parts):
+        results = results + 1 if part.role == "tool" else 0
+        if part.role == "tool":
+            yield _tool_result(results - 1, f"part {at}")
+            continue
+        message: dict[str, Any] = {"role": part.role, "content": f"part {at}"}
+        if part.calls:
+            message["tool_calls"] = [_call(0, {"text": "x"})]
+        if part.reasoning:
+            message["reasoning_content"] = f"thought {at}"
+        yield message
+
+
+def _histories(with_tools: bool) -> Iterator[list[Message]]:
+    answer: Message = {"role": "assistant", "content": "an answer"}
+    system: Message = {"role": "system", "content": "be brief"}
+    yield [_QUESTION]
+    yield [_QUESTION, answer, _QUESTION]
+    yield [system, _QUESTION, answer, _QUESTION, answer, _QUESTION]
+    if with_tools:
+        cycle = [_assistant([_call(0, {"text": "y"})]), _tool_result(0, "a result")]
+        yield [_QUESTION, *cycle]
+        yield [system, _QUESTION, *cycle, *cycle]
+
+
+_SCAFFOLD = re.compile(r"</?think>|\s+")
+
+
+def _bare(text: str) -> str:
+    """The text without whitespace and empty reasoning, which never contradict the past."""
+    return _SCAFFOLD.sub("", text)

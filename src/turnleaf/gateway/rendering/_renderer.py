@@ -1,0 +1,218 @@
+"""Messages to token ids and back, under one checkpoint's own tokenizer and chat template."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from turnleaf.core import ContractError, FinishReason, TokenIds
+from turnleaf.gateway.rendering import parsers
+from turnleaf.gateway.rendering._continuation import Continuations
+from turnleaf.gateway.rendering._control import ControlledTokenizer
+from turnleaf.gateway.rendering._errors import RenderError
+from turnleaf.gateway.rendering._loading import load_checkpoint
+from turnleaf.gateway.rendering._template import Message, Template, Tool
+from turnleaf.gateway.rendering.parsers import (
+    CallParser,
+    ParsedCall,
+    ReasoningParser,
+    Segments,
+)
+
+__all__ = ["Parsed", "Renderer"]
+
+
+@attrs.frozen
+class Parsed:
+    """What an agent is given of an output.
+
+    content, reasoning: text as sampled. calls: in order. malformed: how many regions look like a
+    tool call but are cut or break its format; they stayed in `content`.
+    """
+
+    content: str
+    reasoning: str
+    calls: tuple[ParsedCall, ...]
+    malformed: int
+
+
+@attrs.frozen(eq=False)
+class Renderer:
+    """Renders conversations, continues them from sampled tokens, and reads outputs.
+
+    Holds no state of a rollout and may be used from several threads.
+
+    max_context: tokens that the model can hold; None if the checkpoint does not say.
+    stop_ids: the tokens that end a turn.
+    """
+
+    max_context: int | None
+    stop_ids: frozenset[int]
+    _tokenizer: ControlledTokenizer
+    _template: Template
+    _continuations: Continuations
+    _close_ids: tuple[int, ...]
+    _parse_calls: CallParser | None
+    _split_reasoning: ReasoningParser | None
+    _opened: str | None
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        *,
+        template_arguments: Mapping[str, Any] | None = None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> "Renderer":
+        """Load the renderer of the checkpoint in the folder `model`, never over the network.
+
+        template_arguments: given to the chat template on every rendering. tool_call_parser,
+        reasoning_parser: a name of SGLang's, "none", or "auto" to read it off the template.
+
+        Raises ContractError, with the remedy, for a folder without tokenizer or chat template, an
+        unknown parser, and a tokenizer or template that cannot be used.
+        """
+        folder = Path(model)
+        checkpoint = load_checkpoint(folder)
+        template = Template(checkpoint.tokenizer, template_arguments or {}, str(folder))
+        tokenizer = ControlledTokenizer(checkpoint.tokenizer.backend_tokenizer)
+        opened = _opened_reasoning(template, tokenizer, folder)
+        continuations = Continuations(template, tokenizer, str(folder))
+        close_ids = tuple(tokenizer.encode(continuations.close))
+        return cls(
+            max_context=checkpoint.max_context,
+            stop_ids=checkpoint.end_ids | (tokenizer.control_ids & set(close_ids[:1])),
+            tokenizer=tokenizer,
+            template=template,
+            continuations=continuations,
+            close_ids=close_ids,
+            parse_calls=parsers.call_parser(tool_call_parser, template.source),
+            split_reasoning=parsers.reasoning_parser(reasoning_parser, template.source),
+            opened=opened,
+        )
+
+    @property
+    def can_parse_calls(self) -> bool:
+        """Whether tool calls in an output can be read."""
+        return self._parse_calls is not None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        *,
+        clock: datetime | None = None,
+    ) -> TokenIds:
+        """The whole conversation and the generation prompt, int32[n].
+
+        The ids equal the tokenizer's own encoding of the rendered text, except that control tokens
+        which a message or tool spells out become ordinary tokens. clock: what the template's
+        `strftime_now` tells; None is now. Raises RenderError.
+        """
+        shield = self._tokenizer.shield()
+        text = self._template.render(messages, tools, prompt=True, clock=clock, shield=shield)
+        return np.array(self._tokenizer.encode(text, shield), dtype=np.int32)
+
+    def extend(
+        self,
+        reply: Message,
+        output: TokenIds,
+        new: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        *,
+        reasoning: bool,
+        clock: datetime | None = None,
+    ) -> TokenIds | None:
+        """What follows a path of tokens that ends with the sampled `output`, int32[n].
+
+        That is: what `output` lacks of the close of its turn, the messages `new`, and the
+        generation prompt. reply: the message that `output` was parsed into. reasoning: a turn on
+        the path, since the path was last rendered, sampled reasoning.
+
+        None when the path must be rendered anew: the template now omits that reasoning, or it is
+        not proved to continue such a conversation without rewriting it. Raises RenderError.
+        """
+        continued = self._continuations.after(reply, new, tools, clock=clock)
+        if continued is None or (reasoning and not continued.keeps_reasoning):
+            return None
+        ids = self._tokenizer.encode(continued.text, continued.shield)
+        return np.array(ids[self._closed(output, ids) :], dtype=np.int32)
+
+    def parse(
+        self,
+        output: TokenIds,
+        *,
+        tools: Sequence[Tool] | None,
+        finish_reason: FinishReason,
+        matched: str | int | None,
+    ) -> Parsed:
+        """Read a finished output as a message. Never raises.
+
+        Works on the text of the whole output. A stop token at its end, and everything from the
+        matched stop string on, are not part of the message; other control tokens stay visible.
+        Calls are looked for only when there are tools. Between calls, whitespace is dropped.
+        """
+        text = self._text_of(output, finish_reason, matched)
+        reasoning = ""
+        if self._split_reasoning is not None:
+            if self._opened and not self._opened.endswith("\n"):
+                text = text.removeprefix("\n")
+            reasoning, text = self._split_reasoning(text, self._opened is not None)
+        if not tools or self._parse_calls is None:
+            return Parsed(text, reasoning, (), 0)
+        return _message(self._parse_calls(text, tools), reasoning)
+
+    def decode(self, ids: TokenIds) -> str:
+        """The text of tokens, control tokens included."""
+        return self._tokenizer.decode(ids.tolist())
+
+    def _closed(self, output: TokenIds, ids: Sequence[int]) -> int:
+        """How many of `ids`, which begin with the close, `output` ends with already."""
+        controls = self._tokenizer.control_ids
+        tail = output[-len(self._close_ids) :].tolist() if self._close_ids else []
+        for count in range(len(tail), 0, -1):
+            # Only beside a control token do tokens not depend on what is on the other side.
+            separable = ids[count - 1] in controls or set(ids[count : count + 1]) <= controls
+            if separable and tail[-count:] == ids[:count]:
+                return count
+        return 0
+
+    def _text_of(
+        self, output: TokenIds, finish_reason: FinishReason, matched: str | int | None
+    ) -> str:
+        ids = output.tolist()
+        if isinstance(matched, str):
+            text = self._tokenizer.decode(ids)
+            at = text.rfind(matched) if finish_reason == "stop" and matched else -1
+            return text if at < 0 else text[:at]
+        if ids and (ids[-1] in self.stop_ids or ids[-1] == matched):
+            ids.pop()
+        return self._tokenizer.decode(ids)
+
+
+def _opened_reasoning(
+    template: Template, tokenizer: ControlledTokenizer, folder: Path
+) -> str | None:
+    """The generation prompt's end from an open `<think>` on; None when it opens none."""
+    asked = "question"
+    question: list[Message] = [{"role": "user", "content": asked}]
+    try:
+        text = template.render(question, None, prompt=True, clock=None, shield=tokenizer.shield())
+    except RenderError as error:
+        raise ContractError(
+            f"the chat template of {folder} cannot render a single user message: {error}"
+        ) from error
+    _, opened, rest = text.rpartition(asked)[2].rpartition("<think>")
+    return opened + rest if opened and "</think>" not in rest else None
+
+
+def _message(segments: Segments, reasoning: str) -> Parsed:
+    calls = tuple(part for part in segments.parts if isinstance(part, ParsedCall))
+    texts = [part for part in segments.parts if isinstance(part, str)]
+    if calls:
+        texts = [text for text in texts if text.strip()]
+    return Parsed("".join(texts), reasoning, calls, segments.malformed)

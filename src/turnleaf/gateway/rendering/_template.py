@@ -1,0 +1,100 @@
+"""A checkpoint's chat template, rendered to text by transformers."""
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from turnleaf.core import ContractError
+from turnleaf.gateway.rendering._control import Shield
+from turnleaf.gateway.rendering._errors import RenderError
+
+__all__ = ["Message", "Template", "Tool"]
+
+Message = Mapping[str, Any]
+"""`role`; `content`, a string; where they apply `reasoning_content`, `tool_calls` (arguments as a
+dict where they are a JSON object), `tool_call_id` and `name`."""
+
+Tool = Mapping[str, Any]
+"""An OpenAI tool definition."""
+
+# transformers only passes plain data to a template, no functions: the clock is passed as the
+# texts it shows, and a macro takes the place of strftime_now.
+_CLOCK_CALL = re.compile(r"\bstrftime_now\(\s*(?:\"([^\"]*)\"|'([^']*)')\s*\)")
+_CLOCK_MACRO = "{%- macro strftime_now(format) %}{{ turnleaf_clock[format] }}{% endmacro %}\n"
+
+
+class Template:
+    """Renders messages to text.
+
+    arguments: what the trainer adds to every rendering, such as `enable_thinking`. Raises
+    ContractError when there is no template, or an argument has a name that is taken.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, arguments: Mapping[str, Any], where: str
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise ContractError(
+                f"{where} has no chat template; put the model's chat_template.jinja there"
+            )
+        taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+        for name in arguments:
+            if name in taken or name in ("messages", "turnleaf_clock"):
+                raise ContractError(f"the template argument {name!r} has a name that is taken")
+        self._tokenizer = tokenizer
+        self._arguments = dict(arguments)
+        self.source = "\n".join(
+            tokenizer.chat_template.values()
+            if isinstance(tokenizer.chat_template, dict)
+            else [tokenizer.chat_template]
+        )
+        self._clock_formats = [
+            double or single for double, single in _CLOCK_CALL.findall(self.source)
+        ]
+        if len(self._clock_formats) != self.source.count("strftime_now("):
+            raise ContractError(
+                f"the chat template of {where} computes the format it gives to strftime_now, so "
+                "its clock cannot be frozen; write the format as a literal"
+            )
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        *,
+        prompt: bool,
+        clock: datetime | None,
+        shield: Shield,
+    ) -> str:
+        """The text of a conversation, with stand-ins of `shield` in it.
+
+        prompt: whether it ends with the generation prompt. clock: what `strftime_now` tells; None
+        is now. Raises RenderError.
+        """
+        if not messages:
+            raise RenderError("there are no messages")
+        arguments = self._arguments
+        chat_template = None
+        if self._clock_formats:
+            told = clock or datetime.now()
+            texts = {format_: told.strftime(format_) for format_ in self._clock_formats}
+            arguments = {**arguments, "turnleaf_clock": texts}
+            chat_template = _CLOCK_MACRO + self._tokenizer.get_chat_template(tools=tools or None)
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                shield.cover(messages),
+                tools=shield.cover(tools) if tools else None,
+                chat_template=chat_template,
+                add_generation_prompt=prompt,
+                tokenize=False,
+                **arguments,
+            )
+        except Exception as error:  # a template is a program over anyone's data
+            raise RenderError(
+                f"the chat template cannot render these messages: {shield.restore(str(error))}"
+            ) from error
+        return text

@@ -1,0 +1,140 @@
+"""An agent that runs in this process."""
+
+import copy
+import inspect
+import types
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Self
+
+import anyio
+import anyio.to_thread
+
+from turnleaf.core import AgentError, ContractError
+from turnleaf.sessions._importing import attribute, import_module, load_file
+from turnleaf.sessions._reporting import Redaction, describe
+
+__all__ = ["AgentFunction", "LocalSession"]
+
+AgentFunction = Callable[[dict[str, Any]], Any | Awaitable[Any]]
+"""`async def run(payload) -> dict`, or a plain function that may block."""
+
+
+class LocalSession:
+    """Runs an agent in this process; a RolloutSession.
+
+    target: the agent's function, or where to find it: `"path/to/agent.py:run"` (the file is
+        loaded once, its folder goes to the front of `sys.path`) or `"package.module:run"`.
+
+    An async function runs in the caller's event loop, which it must not block. A plain function
+    gets a worker thread of its own; since threads cannot be cancelled, cancelling `run` abandons
+    it: it runs on, unheard, until it returns, and the process ends only after it did.
+
+    Raises ContractError when the target cannot be found, loaded, or called with one payload.
+    """
+
+    def __init__(self, target: str | AgentFunction) -> None:
+        function = _found(target) if isinstance(target, str) else target
+        _check_callable(function, target)
+        self._function: AgentFunction = function
+        self._file = _file_of(function)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+        /,
+    ) -> None:
+        """Nothing to stop: the agent runs inside `run`, and ends with it."""
+
+    async def run(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """Call the agent with a copy of `payload` and return its result, as it came.
+
+        Raises AgentError with the type, message, file and line of what the agent raised. An agent
+        that exits or cancels itself has failed, too, and takes nobody along.
+        """
+        # The rollouts of a group share their row, and an agent may write into its payload.
+        own = copy.deepcopy(payload)
+        results: list[dict[str, Any]] = []
+        failures: list[BaseException] = []
+
+        async def call() -> None:
+            try:
+                results.append(await self._call(own))
+            except (Exception, SystemExit) as error:  # noqa: BLE001  # all of it is the agent's
+                failures.append(error)
+
+        # A task of its own, so that its CancelledError is told from the caller's cancellation.
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+        if failures:
+            redaction = Redaction.of(payload)
+            text = redaction.text(describe(failures[0], self._file))
+            raise AgentError(f"the agent raised {text}") from redaction.cause(failures[0])
+        if not results:
+            raise AgentError(
+                "the agent cancelled itself: a CancelledError left it that nobody asked for"
+            )
+        return results[0]
+
+    async def _call(self, payload: dict[str, Any]) -> Any:
+        if inspect.iscoroutinefunction(self._function):
+            return await self._function(payload)
+        result = await anyio.to_thread.run_sync(
+            self._function,
+            payload,
+            abandon_on_cancel=True,
+            # Its own, because the default one lets only 40 agents of a process run at once.
+            limiter=anyio.CapacityLimiter(1),
+        )
+        return await result if inspect.isawaitable(result) else result
+
+
+def _found(target: str) -> Any:
+    origin = f"agent {target!r}"
+    place, _, name = target.rpartition(":")
+    if not place or not name.isidentifier():
+        raise ContractError(
+            f"{origin}: say where the agent is and which function runs it, "
+            "such as path/to/agent.py:run or package.module:run"
+        )
+    if place.endswith(".py") or "/" in place:
+        module = load_file(Path(place), origin=origin)
+    else:
+        module = import_module(place, origin=origin)
+    functions = (
+        key
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and not key.startswith("_")
+    )
+    return attribute(module, name, origin=origin, names=functions)
+
+
+def _check_callable(function: object, target: object) -> None:
+    if not callable(function):
+        raise ContractError(
+            f"agent {target!r} is not callable (it is a {type(function).__name__}); "
+            "name a function that takes the payload and returns the result"
+        )
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some callables written in C have none
+        return
+    try:
+        signature.bind({})
+    except TypeError as error:
+        raise ContractError(
+            f"agent {target!r} has the signature {signature}, but is called with one argument, "
+            f"the payload: {error}"
+        ) from error
+
+
+def _file_of(function: AgentFunction) -> str | None:
+    try:
+        return inspect.getfile(inspect.unwrap(function))
+    except TypeError:  # not a function: a callable object, a partial
+        return None

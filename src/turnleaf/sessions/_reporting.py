@@ -1,0 +1,57 @@
+"""What is said about a failure: where it happened, never the rollout's secret."""
+
+import traceback
+from collections.abc import Mapping
+from typing import Any, Self
+
+import attrs
+
+__all__ = ["Redaction", "describe"]
+
+EXCERPT = 500
+"""How many characters of a foreign text an error message takes."""
+
+
+@attrs.frozen
+class Redaction:
+    """Keeps a payload's API key out of error texts and of the exceptions chained to them."""
+
+    secret: str | None = attrs.field(repr=False)
+
+    @classmethod
+    def of(cls, payload: Mapping[str, Any]) -> Self:
+        """The redaction of `payload["_config"]["api_key"]`; of nothing when there is none."""
+        config = payload.get("_config")
+        secret = config.get("api_key") if isinstance(config, Mapping) else None
+        return cls(secret if isinstance(secret, str) and secret else None)
+
+    def text(self, text: str) -> str:
+        """`text` on one line, without the secret, cut to an excerpt."""
+        if self.secret is not None:
+            text = text.replace(self.secret, "[api_key]")
+        text = " ".join(text.split())
+        return text if len(text) <= EXCERPT else text[:EXCERPT] + "…"
+
+    def cause(self, error: BaseException) -> BaseException | None:
+        """The exception to chain: `error`, or None when its printed form holds the secret."""
+        if self.secret is None:
+            return error
+        printed = "".join(traceback.format_exception(error))
+        return None if self.secret in printed else error
+
+
+def describe(error: BaseException, file: str | None) -> str:
+    """An exception's type, the innermost place that it passed in `file`, and its message.
+
+    The innermost place anywhere when it did not pass `file`. Of a group, its first member.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    text = type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file]
+    own = own or [frame for frame in frames if not frame.filename.startswith("<frozen")]
+    # A syntax error names its place itself, and never ran there.
+    if own and not isinstance(error, SyntaxError):
+        text += f" at {own[-1].filename}:{own[-1].lineno}"
+    return f"{text}: {error}" if str(error) else text

@@ -1,0 +1,125 @@
+"""A whole gateway inside the test's event loop: both listeners, real HTTP, a scripted engine."""
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from socket import create_server
+from typing import Any
+
+import attrs
+from openai import AsyncOpenAI
+
+from turnleaf.adapters.mock import (
+    FileTokenizer,
+    LedgerReport,
+    Script,
+    ScriptedEngine,
+    cached_checkpoint,
+    compare,
+    serve_engine,
+)
+from turnleaf.core import Key, Trajectory
+from turnleaf.gateway import GatewayClient
+from turnleaf.gateway._agents_app import agents_app
+from turnleaf.gateway._control_app import control_app
+from turnleaf.gateway._keys import Keys
+from turnleaf.gateway._serving import served
+from turnleaf.gateway._turns import Turns
+from turnleaf.gateway.engines import SGLangEngine
+from turnleaf.gateway.rendering import Renderer
+
+TOKEN = "control"
+
+
+@cache
+def checkpoint(template: str) -> Path:
+    """The checkpoint with one of trl's templates, or with our own for "chatml"."""
+    if template == "chatml":
+        return cached_checkpoint("qwen3")
+    trl = find_spec("trl")
+    assert trl is not None
+    assert trl.origin is not None
+    source = (Path(trl.origin).parent / "chat_templates" / f"{template}.jinja").read_text()
+    return cached_checkpoint("qwen2.5" if template == "qwen2_5" else "qwen3", chat_template=source)
+
+
+@cache
+def renderer(template: str) -> Renderer:
+    return Renderer.load(checkpoint(template))
+
+
+@cache
+def tokenizer() -> FileTokenizer:
+    return FileTokenizer(checkpoint("qwen3") / "tokenizer.json")
+
+
+@attrs.define(eq=False)
+class Stack:
+    engine: ScriptedEngine
+    keys: Keys
+    gateway: GatewayClient
+    collected: list[Trajectory] = attrs.Factory(list)
+
+    async def open(self, name: str = "rollout", **sampling: Any) -> Key:
+        return await self.gateway.open_key(
+            name=name, sampling=sampling, purpose="train", expires_in=60
+        )
+
+    async def close(self, key: Key, *, aborted: bool = False) -> Trajectory:
+        trajectory = await self.gateway.close_key(key.id, aborted=aborted)
+        self.collected.append(trajectory)
+        return trajectory
+
+    def report(self) -> LedgerReport:
+        return compare(self.engine.ledger, self.collected)
+
+
+@asynccontextmanager
+async def running_gateway(
+    script: Script | Iterable[Any],
+    *,
+    template: str = "qwen3",
+    max_context_tokens: int = 32_768,
+    keep_alive: float = 15.0,
+    retry_budget: float = 5.0,
+    engine_url: str | None = None,
+) -> AsyncIterator[Stack]:
+    """Serve until the context is left, then check the ledger against every collected trajectory.
+
+    script: of the engine; a list is played to every rollout. engine_url: another address than the
+    scripted engine's.
+    """
+    played = script if isinstance(script, dict) else {"*": list(script)}
+    stop_token_id = tokenizer().encode("<|im_end|>")[0]
+    scripted = ScriptedEngine(played, tokenizer=tokenizer(), stop_token_id=stop_token_id)
+    async with AsyncExitStack() as resources:
+        scripted_url = await resources.enter_async_context(serve_engine(scripted))
+        engine = SGLangEngine(engine_url or scripted_url, retry_budget=retry_budget)
+        resources.push_async_callback(engine.aclose)
+        keys = Keys("restore")
+        turns = Turns(renderer(template), engine, max_context_tokens=max_context_tokens)
+        agents = create_server(("127.0.0.1", 0))
+        control = create_server(("127.0.0.1", 0))
+        base_url = f"http://127.0.0.1:{agents.getsockname()[1]}/v1"
+        for app, listening in (
+            (agents_app(keys, turns, model_id="model", keep_alive=keep_alive), agents),
+            (control_app(keys, engine, base_url=base_url, token=TOKEN), control),
+        ):
+            await resources.enter_async_context(served(app, listening))
+        control_url = f"http://127.0.0.1:{control.getsockname()[1]}"
+        gateway = GatewayClient(control_url, TOKEN, base_url=base_url)
+        resources.push_async_callback(gateway.aclose)
+        stack = Stack(scripted, keys, gateway)
+        yield stack
+        stack.report().raise_for_problems()
+
+
+@asynccontextmanager
+async def openai_client(key: Key) -> AsyncIterator[AsyncOpenAI]:
+    client = AsyncOpenAI(base_url=key.base_url, api_key=key.secret, max_retries=0)
+    try:
+        yield client
+    finally:
+        await client.close()

@@ -1,0 +1,406 @@
+"""Every hypothesis strategy of the tests, and the models that some of them carry along."""
+
+import json
+from typing import Any, get_args
+
+import attrs
+import numpy as np
+from hypothesis import strategies as st
+
+from turnleaf.core import Exclusion, Replay, Trajectory, Turn, TurnTimings, WeightSpan
+
+LAYERS, TOP_K = 2, 3
+
+# So few different tokens that paths share prefixes by chance as well as by design.
+token_lists = st.lists(st.integers(0, 2), max_size=4)
+exclusions = st.sampled_from([None, None, None, *get_args(Exclusion)])
+orders_of_arrival = st.integers(1, 8).flatmap(lambda count: st.permutations(range(count)))
+
+
+@attrs.define
+class Recorded:
+    """A trajectory and, beside it, what each turn was asked and answered, in full.
+
+    Every sampled token has a log-probability of its own, so that it can be told from all others.
+    """
+
+    trajectory: Trajectory = attrs.Factory(Trajectory)
+    prompts: dict[str, list[int]] = attrs.Factory(dict)
+    paths: dict[str, list[int]] = attrs.Factory(dict)
+    sampled: int = 0
+
+    def add(self, turn: Turn, prompt: list[int]) -> None:
+        self.trajectory.add(turn)
+        self.prompts[turn.id] = prompt
+        self.paths[turn.id] = prompt + turn.output.tolist()
+
+    def new_logprobs(self, count: int) -> list[float]:
+        self.sampled += count
+        return [-number / 1024 for number in range(self.sampled - count + 1, self.sampled + 1)]
+
+
+@st.composite
+def replays(draw: st.DrawFn, *, keep: int, end: int, sampled: int) -> Replay | None:
+    """Replay data that fits a turn of these lengths; either half, or all of it, may be missing."""
+    routed_experts = top_p_ids = top_p_offsets = None
+    if draw(st.integers(0, 3)):
+        rows = max(end - 1 - max(keep - 1, 0), 0)
+        largest = draw(st.sampled_from([200, 60_000, 70_000]))
+        seed = draw(st.integers(0, 2**32 - 1))
+        routed_experts = np.random.default_rng(seed).integers(largest, size=(rows, LAYERS, TOP_K))
+    if draw(st.integers(0, 3)):
+        ids = st.sampled_from([0, 255, 256, 151_643])
+        kept = draw(st.lists(st.lists(ids, max_size=3), min_size=sampled, max_size=sampled))
+        top_p_ids = [token for span in kept for token in span]
+        top_p_offsets = np.cumsum([0, *map(len, kept)])
+    if routed_experts is None and top_p_ids is None:
+        return None
+    return Replay(routed_experts=routed_experts, top_p_ids=top_p_ids, top_p_offsets=top_p_offsets)
+
+
+@st.composite
+def _turns(
+    draw: st.DrawFn,
+    recorded: Recorded,
+    *,
+    index: int,
+    parent: str | None,
+    keep: int,
+    prompt: list[int],
+    output: list[int],
+) -> Turn:
+    cut = draw(st.integers(0, len(output)))
+    spans = (WeightSpan("one", cut), WeightSpan("two", len(output) - cut))
+    return Turn(
+        id=f"turn-{index}",
+        index=index,
+        parent=parent,
+        keep=keep,
+        prompt=prompt,
+        output=output,
+        logprobs=recorded.new_logprobs(len(output)),
+        finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+        weight_versions=draw(st.sampled_from([(), spans])),
+        cached_tokens=draw(st.integers(0, 5)),
+        timings=TurnTimings(started=index / 8, engine=0.25, total=0.5),
+        replay=draw(replays(keep=keep, end=keep + len(prompt) + len(output), sampled=len(output))),
+        excluded=draw(exclusions),
+    )
+
+
+def _outputs(recorded: Recorded) -> st.SearchStrategy[list[int]]:
+    earlier = [turn.output.tolist() for turn in recorded.trajectory.turns]
+    return st.one_of(token_lists, st.sampled_from(earlier)) if earlier else token_lists
+
+
+@st.composite
+def _full_prompts(draw: st.DrawFn, recorded: Recorded) -> list[int]:
+    """Anything, an earlier prompt again, or an earlier path, cut or whole, with more behind it."""
+    kind = draw(st.sampled_from(["anything", "again", "cut", "whole", "whole"]))
+    if kind == "anything" or not recorded.prompts:
+        return draw(token_lists)
+    earlier = draw(st.sampled_from(sorted(recorded.prompts)))
+    if kind == "again":
+        return recorded.prompts[earlier]
+    path = recorded.paths[earlier]
+    upto = len(path) if kind == "whole" else draw(st.integers(0, len(path)))
+    return path[:upto] + draw(token_lists)
+
+
+@st.composite
+def _grown(draw: st.DrawFn, *, located: bool) -> Recorded:
+    recorded = Recorded()
+    for index in draw(orders_of_arrival):
+        output = draw(_outputs(recorded))
+        if located:
+            full = draw(_full_prompts(recorded))
+            parent, keep = recorded.trajectory.locate(np.array(full, dtype=np.int32))
+            prompt = full[keep:]
+        else:
+            parent = draw(st.sampled_from([None, *sorted(recorded.paths)]))
+            keep = 0 if parent is None else draw(st.integers(0, len(recorded.paths[parent])))
+            prompt = draw(token_lists)
+            full = ([] if parent is None else recorded.paths[parent][:keep]) + prompt
+        turn = draw(
+            _turns(recorded, index=index, parent=parent, keep=keep, prompt=prompt, output=output)
+        )
+        recorded.add(turn, full)
+        if draw(st.integers(0, 2)) == 0:
+            again = draw(st.sampled_from(sorted(recorded.paths)))
+            recorded.trajectory.exclude(again, draw(exclusions))
+    return recorded
+
+
+recorded_by_gateway = _grown(located=True)
+"""Trees that `locate` builds from full prompts, turns answered out of order, some excluded."""
+
+recorded = st.one_of(recorded_by_gateway, _grown(located=False))
+"""The same, and trees with any parents and any kept lengths that `add` accepts."""
+
+names = st.text("aB_é\u2028\ud800", max_size=4)
+
+garbage = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.sampled_from([2**63, -(2**70), 10**400]),
+        st.floats(),
+        names,
+        st.sampled_from(["AAAA", "AAAAAA==", "uint8", "object", "stop"]),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(names, inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) in a JSON document."""
+    keys = value.keys() if isinstance(value, dict) else range(len(value))
+    here = [(value, key) for key in keys]
+    inside = [child for _, key in here if isinstance(child := value[key], dict | list)]
+    return here + [place for child in inside for place in _places(child)]
+
+
+def _garble(draw: st.DrawFn, document: dict[str, Any]) -> bytes:
+    """The document after a few values in it were replaced, removed, moved or renamed."""
+    for _ in range(draw(st.integers(1, 3))):
+        places = _places(document)
+        if not places:
+            break
+        container, key = draw(st.sampled_from(places))
+        match draw(st.sampled_from(["replace", "replace", "remove", "move", "rename"])):
+            case "replace":
+                container[key] = draw(garbage)
+            case "remove":
+                del container[key]
+            case "move":
+                other, other_key = draw(st.sampled_from(places))
+                container[key] = json.loads(json.dumps(other[other_key]))
+            case "rename" if isinstance(container, dict):
+                container[draw(names)] = container.pop(key)
+    return json.dumps(document).encode()
+
+
+@st.composite
+def garbled_trajectories(draw: st.DrawFn) -> bytes:
+    """A serialised trajectory that was damaged."""
+    return _garble(draw, json.loads(draw(recorded).trajectory.to_json()))
+
+
+@st.composite
+def leaf_batches(draw: st.DrawFn) -> tuple[list[float], list[Any], list[Any], list[bool]]:
+    """Rewards, group ids, rollout ids and removals of forked rollouts, one entry per leaf."""
+    as_text = draw(st.booleans())
+    leaves = []
+    for rollout in range(draw(st.integers(0, 12))):
+        group = draw(st.integers(-2, 2))
+        reward = draw(st.sampled_from([0.0, 0.1, 1.0, -3.5, 1e4]))
+        removed = draw(st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=4))
+        if all(removed):
+            reward = draw(st.sampled_from([reward, float("nan"), float("inf")]))
+        name = 1_000 - 7 * rollout
+        ids = (f"group {group}", f"rollout {name}") if as_text else (group, name)
+        leaves += [(reward, *ids, leaf_removed) for leaf_removed in removed]
+    leaves = draw(st.permutations(leaves))
+    rewards, groups, rollouts, removed = zip(*leaves, strict=True) if leaves else ((), (), (), ())
+    return list(rewards), list(groups), list(rollouts), list(removed)
+
+
+# Chats as agents have them, as plain JSON.
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(-2, 2) | texts,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(texts, inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@st.composite
+def replies(draw: st.DrawFn) -> dict[str, Any]:
+    """An assistant message as the gateway sends it."""
+    message: dict[str, Any] = {"role": "assistant", "content": draw(texts)}
+    if draw(st.booleans()):
+        message["reasoning_content"] = draw(texts)
+    arguments = st.dictionaries(texts, json_values, max_size=2).map(json.dumps)
+    calls = draw(st.lists(st.tuples(st.sampled_from("fg"), arguments), max_size=2))
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{draw(st.uuids())}",
+                "type": "function",
+                "function": {"name": name, "arguments": text},
+            }
+            for name, text in calls
+        ]
+    return message
+
+
+@st.composite
+def chats(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """A conversation that begins with a user, maybe after a system message."""
+    chat: list[dict[str, Any]] = []
+    if draw(st.booleans()):
+        chat.append({"role": "system", "content": draw(texts)})
+    for _ in range(draw(st.integers(1, 4))):
+        calls = chat[-1].get("tool_calls", []) if chat else []
+        if calls:
+            for call in calls:
+                result = {"role": "tool", "tool_call_id": call["id"], "content": draw(texts)}
+                chat.append(result)
+        else:
+            chat.append({"role": "user", "content": draw(texts)})
+        chat.append(draw(replies()))
+    return chat
+
+
+@st.composite
+def as_some_client_sends(draw: st.DrawFn, message: dict[str, Any]) -> dict[str, Any]:
+    """The same message after the changes that real clients make to it."""
+    sent = dict(message)
+    content = message["content"]
+    forms: list[Any] = [content, [{"type": "text", "text": content}], f"\n{content} "]
+    sent["content"] = draw(st.sampled_from(forms))
+    if not content.strip() and draw(st.booleans()):
+        sent["content"] = None
+        if draw(st.booleans()):
+            del sent["content"]
+    if draw(st.booleans()):
+        sent.pop("reasoning_content", None)
+    if "tool_calls" in message and draw(st.booleans()):
+        separators = draw(st.sampled_from([(",", ":"), (", ", ": ")]))
+        sent["tool_calls"] = [
+            {
+                **call,
+                "index": at,
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": json.dumps(
+                        json.loads(call["function"]["arguments"]),
+                        sort_keys=True,
+                        separators=separators,
+                        ensure_ascii=False,
+                    ),
+                },
+            }
+            for at, call in enumerate(message["tool_calls"])
+        ]
+    return sent
+
+
+@st.composite
+def garbled_engine_replies(draw: st.DrawFn) -> bytes:
+    """An SGLang reply of two tokens that was damaged."""
+    meta_info = {
+        "id": "turn.0",
+        "finish_reason": {"type": draw(st.sampled_from(["stop", "abort"])), "matched": 9},
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "cached_tokens": 1,
+        "weight_version": "two",
+        "weight_versions": [
+            {"version": "one", "start": 0, "end": 1},
+            {"version": "two", "start": 1, "end": 2},
+        ],
+        "output_token_logprobs": [[-0.5, 7, None], [-0.25, 9, None]],
+    }
+    document = {"text": "", "output_ids": [7, 9], "meta_info": meta_info}
+    return _garble(draw, document)
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+payloads = st.dictionaries(st.text().filter(lambda key: key != "_config"), json_values, max_size=4)
+real_numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**40), 2**40)
+rewards = st.one_of(
+    real_numbers,
+    st.floats(-1e30, 1e30).map(np.float32),
+    st.integers(-(2**31), 2**31 - 1).map(np.int32),
+)
+bad_rewards = st.one_of(
+    st.booleans(),
+    st.booleans().map(np.bool_),
+    st.sampled_from([float("nan"), float("inf"), float("-inf"), np.float32("nan"), 10**400]),
+    st.text(),
+    real_numbers.map(str),
+    st.complex_numbers(),
+    st.lists(real_numbers, max_size=2),
+    st.just(np.zeros(1)),
+)
+
+
+# Texts that messages are made of: any character at all, and what templates treat in a special way.
+chat_texts = st.lists(
+    st.one_of(st.text(max_size=12), st.sampled_from(["\n", " ", "None", "é", "e\u0301", "日本", '"'])),
+    max_size=4,
+).map("".join)
+
+# Control tokens, and pieces of them that only become one beside another piece.
+control_texts = st.lists(
+    st.sampled_from(
+        ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_response>"]
+        + ["<tool_response>", "<", "<|", "<|im_", "start|>", "think>", ">", "|>", "</", "end|>"]
+        + ["a", "\n", " ", "123", "system\n"]
+    ),
+    max_size=6,
+).map("".join)
+
+_json_keys = st.text("abc_", min_size=1, max_size=3)
+
+
+@st.composite
+def chats(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> list[dict[str, Any]]:
+    """A conversation with tools as renderers are given it; at least one reply, calls answered."""
+    arguments = st.dictionaries(
+        st.one_of(_json_keys, texts), st.one_of(texts, st.integers(), st.booleans()), max_size=2
+    )
+    messages: list[dict[str, Any]] = []
+    if draw(st.booleans()):
+        messages.append({"role": "system", "content": draw(texts)})
+    messages.append({"role": "user", "content": draw(texts)})
+    for _ in range(draw(st.integers(1, 3))):
+        reply: dict[str, Any] = {"role": "assistant", "content": draw(texts)}
+        messages.append(reply)
+        calls = [
+            {
+                "id": f"call_{len(messages)}_{n}",
+                "type": "function",
+                "function": {
+                    "name": draw(st.sampled_from(["search", "run"])),
+                    "arguments": draw(arguments),
+                },
+            }
+            for n in range(draw(st.integers(0, 2)))
+        ]
+        if calls:
+            reply["tool_calls"] = calls
+            messages += [
+                {"role": "tool", "tool_call_id": call["id"], "content": draw(texts)}
+                for call in calls
+            ]
+        for _ in range(draw(st.integers(0 if calls else 1, 1))):
+            messages.append({"role": "user", "content": draw(texts)})
+    return messages
+
+
+# Output as models write it, well-formed and not.
+output_texts = st.lists(
+    st.one_of(
+        st.text(max_size=5),
+        st.sampled_from(
+            ["<tool_call>", "</tool_call>", "\n", "<think>", "</think>", '"', "{", "}", ":", ","]
+            + ['{"name": "a", "arguments": {}}', '{"name": "b", "arguments": {"x": [1,  2]}}']
+            + ['{"name": "c"', ', "arguments": ', '{"t": "</tool_call>"}', "[" * 3000, "NaN"]
+            + ["<function=f>", "</function>", "<parameter=p>", "</parameter>", "\n\n"]
+        ),
+    ),
+    max_size=14,
+).map("".join)

@@ -1,0 +1,185 @@
+"""Chat completion requests are checked field by field, and replies take the protocol's shape."""
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from tests import strategies
+from turnleaf.gateway.protocols import (
+    Completion,
+    RequestError,
+    completion,
+    completion_events,
+    parse_chat_request,
+)
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def parsed(**fields: Any) -> Any:
+    return parse_chat_request({"messages": MESSAGES, **fields})
+
+
+def refusal(**fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as refused:
+        parsed(**fields)
+    assert refused.value.status == 400
+    return refused.value
+
+
+def test_a_plain_request() -> None:
+    request = parsed(model="m", tools=None, stop=None, stream=None, n=1, logprobs=False)
+    assert request.messages == MESSAGES
+    assert request.tools is None
+    assert not request.parse_calls
+    assert request.max_tokens is None
+    assert request.stop == ()
+    assert not request.stream
+    assert request.ignored == ()
+
+
+def test_limits_and_stops() -> None:
+    assert parsed(max_tokens=9, max_completion_tokens=5).max_tokens == 5
+    assert parsed(stop="END").stop == ("END",)
+    assert parsed(stop=["a", "", "b"]).stop == ("a", "b")
+    assert parsed(stream=True, stream_options={"include_usage": True}).include_usage
+
+
+def test_what_the_trainer_owns_and_what_is_a_hint_is_named() -> None:
+    request = parsed(
+        temperature=0, top_p=None, response_format={"type": "json_object"}, user="u", store=True
+    )
+    assert request.ignored == ("response_format", "temperature")
+
+
+@pytest.mark.parametrize(
+    ("choice", "parse_calls", "ignored"),
+    [
+        (None, True, ()),
+        ("auto", True, ()),
+        ("none", False, ()),
+        ("required", True, ("tool_choice",)),
+        ({"type": "function", "function": {"name": "f"}}, True, ("tool_choice",)),
+    ],
+)
+def test_tool_choice(choice: Any, parse_calls: bool, ignored: tuple[str, ...]) -> None:
+    request = parsed(tools=[TOOL], tool_choice=choice)
+    assert request.tools == [TOOL]
+    assert (request.parse_calls, request.ignored) == (parse_calls, ignored)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": MESSAGES * 20_001}, "messages"),
+        ({"n": 2}, "n"),
+        ({"n": True}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"functions": []}, "functions"),
+        ({"chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ({"unheard_of": 1}, "unheard_of"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_completion_tokens": "5"}, "max_completion_tokens"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
+        ({"stop": 3}, "stop"),
+        ({"stop": [None]}, "stop"),
+        ({"stop": ["x"] * 33}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": 1}, "stream_options"),
+        ({"model": 1}, "model"),
+        ({"tools": {"a": 1}}, "tools"),
+        ({"tools": [TOOL] * 1001}, "tools"),
+        ({"tools": [{}]}, "tools[0]"),
+        ({"tools": [{**TOOL, "type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"function": {"name": None}}]}, "tools[0].function.name"),
+        ({"tools": [{"function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+    ],
+)
+def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
+    error = refusal(**fields)
+    assert error.param == param
+    assert str(error).startswith(param)
+    assert error.body()["error"]["type"] == "invalid_request_error"
+
+
+@given(strategies.json_values)
+def test_any_json_is_parsed_or_refused(value: Any) -> None:
+    for body in (value, {"messages": value}, {"messages": MESSAGES, "tools": value}):
+        with contextlib.suppress(RequestError):
+            parse_chat_request(body)
+
+
+REPLY = Completion(
+    id="chatcmpl-1",
+    model="m",
+    message={
+        "role": "assistant",
+        "content": "Both.",
+        "reasoning_content": "Hm.",
+        "tool_calls": [
+            {"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            for n in range(2)
+        ],
+    },
+    finish_reason="tool_calls",
+    prompt_tokens=7,
+    completion_tokens=3,
+    cached_tokens=5,
+)
+
+
+def test_a_whole_reply() -> None:
+    body = json.loads(completion(REPLY))
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"] == REPLY.message
+    assert body["choices"][0]["finish_reason"] == "tool_calls"
+    assert body["usage"]["total_tokens"] == 10
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
+
+
+@pytest.mark.parametrize("include_usage", [True, False])
+def test_the_events_add_up_to_the_whole_reply(include_usage: bool) -> None:
+    *events, done = completion_events(REPLY, include_usage=include_usage)
+    assert done == b"data: [DONE]\n\n"
+    chunks = [json.loads(event.removeprefix(b"data: ")) for event in events]
+    if include_usage:
+        usage = chunks.pop()
+        assert usage["choices"] == []
+        assert usage["usage"]["total_tokens"] == 10
+    assert all(("usage" in chunk) == include_usage for chunk in chunks)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    for name in ("content", "reasoning_content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == REPLY.message[name]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call.pop("index") for call in calls] == [0, 1]
+    assert calls == REPLY.message["tool_calls"]
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (404, "not_found_error"),
+        (429, "rate_limit_error"),
+        (503, "server_error"),
+    ],
+)
+def test_errors_take_the_protocols_shape(status: int, kind: str) -> None:
+    error = RequestError(status, "why", code="code", param="field", retry_after=2)
+    expected = {"message": "why", "type": kind, "param": "field", "code": "code"}
+    assert error.body() == {"error": expected}
+    assert error.headers() == {"retry-after": "2"}

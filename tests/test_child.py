@@ -1,0 +1,163 @@
+"""The children are real processes; `MODULE` is the program they run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import anyio
+import pytest
+from waiting import until
+
+from turnleaf.core import ContractError, GatewayError
+from turnleaf.gateway._child import child_process
+
+pytestmark = pytest.mark.anyio
+
+MODULE = "child_under_test"
+
+
+@pytest.fixture(autouse=True)
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that does what its configuration says."""
+    (tmp_path / f"{MODULE}.py").write_text(
+        textwrap.dedent(
+            """
+            import os, signal, sys, time
+            import anyio
+            from turnleaf.core import ContractError
+            from turnleaf.gateway._child import (
+                announce, announce_error, read_config, until_stdin_closes
+            )
+
+            async def main():
+                config = read_config()
+                match config["do"]:
+                    case "serve":
+                        print("a greeting on stdout")
+                        announce({"pid": os.getpid(), "argv": sys.argv, "echo": config})
+                        print("x" * 200_000)
+                        await until_stdin_closes()
+                        sys.exit(config.get("code", 0))
+                    case "refuse":
+                        announce_error("the port 9090 is taken")
+                        sys.exit(1)
+                    case "die":
+                        sys.exit(7)
+                    case "die after a while":
+                        announce({})
+                        await anyio.to_thread.run_sync(sys.stdin.buffer.readline)
+                    case "say nothing":
+                        await until_stdin_closes()
+                    case "outlive":
+                        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                        announce({})
+                        await anyio.sleep_forever()
+
+            anyio.run(main)
+            """
+        )
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")  # a zombie has ended, whoever fails to collect it
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+async def test_a_child_is_configured_through_stdin_and_ends_with_its_context() -> None:
+    config = {"do": "serve", "secret": "s3cret", "code": 3}
+    async with child_process(MODULE, config) as child:
+        assert child.ready["echo"] == config
+        assert child.ready["pid"] == child.pid
+        assert child.returncode is None
+        assert "s3cret" not in " ".join(child.ready["argv"])
+    assert child.returncode == 3
+
+
+async def test_an_announced_error_is_a_contract_error() -> None:
+    with pytest.raises(ContractError, match=r"^the port 9090 is taken$"):
+        async with child_process(MODULE, {"do": "refuse"}):
+            raise AssertionError("it is not ready")
+
+
+async def test_a_child_that_dies_before_it_is_ready() -> None:
+    with pytest.raises(GatewayError, match=r"child_under_test ended .* \(exit code 7\)"):
+        async with child_process(MODULE, {"do": "die"}):
+            raise AssertionError("it is not ready")
+
+
+async def test_a_module_that_is_not_there() -> None:
+    with pytest.raises(GatewayError, match=r"no_such_module ended .* \(exit code 1\)"):
+        async with child_process("no_such_module", {"padding": "x" * 1_000_000}):
+            raise AssertionError("it is not ready")
+
+
+async def test_a_child_that_stays_silent() -> None:
+    with pytest.raises(GatewayError, match=r"not ready within 0\.05 s"):
+        async with child_process(MODULE, {"do": "say nothing"}, ready_timeout=0.05):
+            raise AssertionError("it is not ready")
+
+
+async def test_a_lost_child_is_noticed() -> None:
+    async with child_process(MODULE, {"do": "serve"}) as child:
+        os.kill(child.pid, signal.SIGKILL)
+        assert await child.wait() == -signal.SIGKILL
+        assert child.returncode == -signal.SIGKILL
+
+
+async def test_a_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turnleaf.gateway._child._CLOSING_GRACE", 0.05)
+    monkeypatch.setattr("turnleaf.gateway._child._TERMINATION_GRACE", 0.05)
+    async with child_process(MODULE, {"do": "outlive"}) as child:
+        pass
+    assert child.returncode == -signal.SIGKILL
+
+
+async def test_cancellation_ends_the_child() -> None:
+    with anyio.CancelScope() as scope:
+        async with child_process(MODULE, {"do": "serve"}) as child:
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert child.returncode == 0
+
+
+async def test_an_error_in_the_context_comes_out_bare() -> None:
+    with pytest.raises(KeyError, match="mine"):
+        async with child_process(MODULE, {"do": "serve"}):
+            raise KeyError("mine")
+
+
+async def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    parent = tmp_path / "parent.py"
+    parent.write_text(
+        textwrap.dedent(
+            f"""
+            import anyio
+            from turnleaf.gateway._child import child_process
+
+            async def main():
+                async with child_process({MODULE!r}, {{"do": "serve"}}) as child:
+                    print(child.pid, flush=True)
+                    await anyio.sleep_forever()
+
+            anyio.run(main)
+            """
+        )
+    )
+    process = await anyio.open_process([sys.executable, parent], stderr=subprocess.DEVNULL)
+    async with process:
+        assert process.stdout is not None
+        pid = json.loads(await process.stdout.receive())
+        assert is_running(pid)
+        process.kill()
+        await process.wait()
+        await until(lambda: not is_running(pid))

@@ -1,0 +1,306 @@
+"""Which sampled turn a request continues."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import strategies
+from turnleaf.gateway._history import History, Match
+from turnleaf.gateway.protocols import RequestError
+
+USER = {"role": "user", "content": "What is 2+2 and 3*3?"}
+REPLY = {
+    "role": "assistant",
+    "content": "I'll compute both.\n",
+    "reasoning_content": "\nTwo calls then.\n",
+    "tool_calls": [
+        {
+            "id": f"call_{name}",
+            "type": "function",
+            "function": {"name": "calculate", "arguments": arguments},
+        }
+        for name, arguments in (("a", '{"expression":  "2+2"}'), ("b", '{"expression":  "3*3"}'))
+    ],
+}
+RESULTS = [
+    {"role": "tool", "tool_call_id": "call_a", "content": "4"},
+    {"role": "tool", "tool_call_id": "call_b", "content": "9"},
+]
+
+
+def delivered(_: str) -> bool:
+    return True
+
+
+def recorded(history: History, messages: list[Any], reply: dict[str, Any], turn: str) -> None:
+    conversation = history.read(messages, None)
+    match = history.match(conversation, delivered)
+    history.record(conversation, match, reply, turn, extended=True)
+
+
+def found(history: History, messages: list[Any], tools: Any = None) -> Match | None:
+    return history.match(history.read(messages, tools), delivered)
+
+
+@pytest.fixture
+def history() -> History:
+    history = History()
+    recorded(history, [USER], REPLY, "turn-1")
+    return history
+
+
+def as_client(**changes: Any) -> dict[str, Any]:
+    message = {**REPLY, **changes}
+    return {name: value for name, value in message.items() if value is not ...}
+
+
+def with_arguments(*arguments: Any) -> list[dict[str, Any]]:
+    return [
+        {**call, "function": {**call["function"], "arguments": one}}
+        for call, one in zip(REPLY["tool_calls"], arguments, strict=True)
+    ]
+
+
+COMPACT = with_arguments('{"expression":"2+2"}', '{"expression":"3*3"}')
+
+CLIENTS = {
+    "verbatim": as_client(),
+    "strands": as_client(
+        content=[{"type": "text", "text": "I'll compute both.\n"}],
+        reasoning_content=...,
+        tool_calls=with_arguments('{"expression": "2+2"}', '{"expression": "3*3"}'),
+    ),
+    "openai stream": as_client(
+        refusal=None,
+        parsed=None,
+        annotations=None,
+        tool_calls=[{**call, "index": at} for at, call in enumerate(REPLY["tool_calls"])],
+    ),
+    "openai-agents": as_client(reasoning_content=...),
+    "pydantic-ai": as_client(tool_calls=COMPACT),
+    "langchain": as_client(reasoning_content=..., tool_calls=COMPACT),
+    "stripped": as_client(content="I'll compute both."),
+    "reasoning stripped": as_client(reasoning_content="Two calls then."),
+    "reasoning under its other name": as_client(
+        reasoning_content=..., reasoning="\nTwo calls then.\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_what_clients_send_back_is_recognised(history: History, client: str) -> None:
+    match = found(history, [USER, CLIENTS[client], *RESULTS])
+    assert match is not None
+    assert match.turn_id == "turn-1"
+    assert [message["content"] for message in match.new] == ["4", "9"]
+    assert match.past[1]["reasoning_content"].strip() == "Two calls then."
+    assert match.past[1]["tool_calls"][0]["function"]["arguments"] == {"expression": "2+2"}
+
+
+CHANGES = {
+    "content": as_client(content="I'll compute one."),
+    "arguments": as_client(tool_calls=with_arguments('{"expression":"2+2"}', '{"expression":"3"}')),
+    "argument type": as_client(
+        tool_calls=with_arguments('{"expression":"2+2"}', '{"expression":true}')
+    ),
+    "name": as_client(
+        tool_calls=[{**c, "function": {**c["function"], "name": "x"}} for c in REPLY["tool_calls"]]
+    ),
+    "a call fewer": as_client(tool_calls=REPLY["tool_calls"][:1]),
+    "no calls": as_client(tool_calls=...),
+    "reasoning": as_client(reasoning_content="Other thoughts."),
+    "role": as_client(role="user", tool_calls=..., reasoning_content=...),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_edited_reply_is_a_new_branch_though_its_ids_are_known(
+    history: History, change: str
+) -> None:
+    assert found(history, [USER, CHANGES[change], *RESULTS]) is None
+
+
+def test_an_edited_prompt_or_other_tools_are_a_new_branch(history: History) -> None:
+    assert found(history, [{**USER, "content": "What is 2+2?"}, REPLY, *RESULTS]) is None
+    assert found(history, [{"role": "system", "content": "x"}, USER, REPLY, *RESULTS]) is None
+    assert found(history, [USER, REPLY], tools=[{"type": "function"}]) is None
+    assert found(history, [USER]) is None
+
+
+def test_numbers_are_compared_with_their_types() -> None:
+    sampled = '{"path": "b.txt", "n": 1, "opts": {"z": 0, "a": "é"}}'
+    call = {"id": "c", "type": "function", "function": {"name": "edit", "arguments": sampled}}
+    history = History()
+    recorded(history, [USER], {"role": "assistant", "content": None, "tool_calls": [call]}, "t")
+
+    def replayed(arguments: str) -> Match | None:
+        again = {**call, "function": {"name": "edit", "arguments": arguments}}
+        return found(history, [USER, {"role": "assistant", "tool_calls": [again]}])
+
+    assert replayed('{"n":1,"opts":{"a":"\\u00e9","z":0},"path":"b.txt"}') is not None
+    for other in ("true", "1.0", '"1"', "null"):
+        arguments = json.loads(sampled) | {"n": json.loads(other)}
+        assert replayed(json.dumps(arguments)) is None
+
+
+@pytest.mark.parametrize("content", [None, "", [], ...])
+def test_empty_contents_are_one(content: Any) -> None:
+    history = History()
+    recorded(history, [USER], as_client(content=None), "turn")
+    message = as_client(content=content)
+    match = found(history, [USER, message, *RESULTS])
+    assert match is not None
+    assert match.past[1]["content"] == ""
+
+
+def test_the_longest_match_wins(history: History) -> None:
+    answer = {"role": "assistant", "content": "4 and 9"}
+    recorded(history, [USER, REPLY, *RESULTS], answer, "turn-2")
+    match = found(history, [USER, REPLY, *RESULTS, answer, USER])
+    assert match is not None
+    assert match.turn_id == "turn-2"
+    assert match.carries_reasoning
+    edited = [{**RESULTS[0], "content": "5"}, RESULTS[1]]
+    match = found(history, [USER, REPLY, *edited, answer])
+    assert match is not None
+    assert match.turn_id == "turn-1"
+    assert [message["content"] for message in match.new] == ["5", "9", "4 and 9"]
+
+
+def test_results_that_answer_other_calls_are_another_history(history: History) -> None:
+    recorded(history, [USER, REPLY, *RESULTS], {"role": "assistant", "content": "x"}, "turn-2")
+    swapped = [
+        {**RESULTS[0], "tool_call_id": "call_b"},
+        {**RESULTS[1], "tool_call_id": "call_a"},
+    ]
+    match = found(history, [USER, REPLY, *swapped])
+    assert match is not None
+    assert match.turn_id == "turn-1"
+
+
+def test_equal_replies_are_told_apart_by_their_ids_then_by_delivery_then_by_age() -> None:
+    def reply(call_id: str) -> dict[str, Any]:
+        call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    history = History()
+    for turn in ("one", "two", "three"):
+        conversation = history.read([USER], None)
+        history.record(conversation, None, reply(f"call_{turn}"), turn, extended=True)
+
+    def chosen(call_id: str, undelivered: set[str]) -> str:
+        conversation = history.read([USER, reply(call_id)], None)
+        match = history.match(conversation, lambda turn: turn not in undelivered)
+        assert match is not None
+        assert match.past[1]["tool_calls"][0]["id"] == call_id
+        return match.turn_id
+
+    assert chosen("call_two", {"two"}) == "two"
+    assert chosen("unknown", set()) == "three"
+    assert chosen("unknown", {"three"}) == "two"
+
+
+def test_dropped_reasoning_matches_either_of_two_thoughts_and_sent_reasoning_its_own() -> None:
+    history = History()
+    for thought in ("first", "second"):
+        reply = {"role": "assistant", "content": "yes", "reasoning_content": thought}
+        recorded(history, [USER], reply, thought)
+    for sent in ("first", "second"):
+        message = {"role": "assistant", "content": "yes", "reasoning_content": sent}
+        match = found(history, [USER, message])
+        assert match is not None
+        assert match.turn_id == sent
+    match = found(history, [USER, {"role": "assistant", "content": "yes"}])
+    assert match is not None
+    assert match.turn_id == "second"
+
+
+def test_as_sent_takes_dropped_reasoning_for_another_history() -> None:
+    history = History("as_sent")
+    recorded(history, [USER], REPLY, "turn-1")
+    assert found(history, [USER, as_client(reasoning_content=...)]) is None
+    assert found(history, [USER, REPLY]) is not None
+
+
+def test_reasoning_is_carried_until_the_path_is_rendered_anew(history: History) -> None:
+    plain = {"role": "assistant", "content": "done"}
+    messages = [USER, REPLY, *RESULTS]
+    for extended, carries in ((True, True), (False, False)):
+        conversation = history.read(messages, None)
+        match = history.match(conversation, delivered)
+        history.record(conversation, match, plain, f"extended-{extended}", extended=extended)
+        following = found(history, [*messages, plain])
+        assert following is not None
+        assert following.turn_id == f"extended-{extended}"
+        assert following.carries_reasoning is carries
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ("hello", "messages[0]"),
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "robot", "content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": 7}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "text", "text": None}]}, "messages[0].content[0]"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            "messages[0].content[0] of type 'image_url'",
+        ),
+        ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": 1}}]},
+            "messages[0].tool_calls[0].function.name",
+        ),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "messages[0].function_call"),
+    ],
+)
+def test_a_malformed_message_is_refused_by_name(message: Any, field: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        History().read([message], None)
+    assert refused.value.status == 400
+    assert str(refused.value).startswith(field)
+
+
+def test_messages_nested_beyond_reason_are_refused() -> None:
+    deep: Any = "x"
+    for _ in range(400):
+        deep = [deep]
+    with pytest.raises(RequestError, match="nested too deeply"):
+        History().read([{"role": "user", "content": "x", "extra": deep}], None)
+    arguments = '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    conversation = History().read([{"role": "assistant", "tool_calls": [call]}], None)
+    assert conversation.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": "\\ud800"}', "[1]", "{'a': 1}"])
+def test_arguments_that_are_no_json_object_stay_text(arguments: str) -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    conversation = History().read([{"role": "assistant", "tool_calls": [call]}], None)
+    assert conversation.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+@given(strategies.chats(), st.data())
+def test_a_recorded_reply_is_found_again_behind_any_continuation(
+    chat: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    history = History()
+    turns = [at for at, message in enumerate(chat) if message["role"] == "assistant" and at]
+    for at in turns:
+        recorded(history, chat[:at], chat[at], f"turn-{at}")
+    upto = data.draw(st.integers(1, len(chat)))
+    sent = [data.draw(strategies.as_some_client_sends(message)) for message in chat[:upto]]
+    match = found(history, sent)
+    expected = [at for at in turns if at < upto]
+    if not expected:
+        assert match is None
+        return
+    assert match is not None
+    assert match.turn_id == f"turn-{expected[-1]}"
+    assert len(match.past) == expected[-1] + 1
+    assert len(match.new) == upto - len(match.past)

@@ -1,0 +1,314 @@
+"""The books: what must balance does, and every kind of tampering is found."""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import attrs
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from strategies import Recorded, recorded_by_gateway
+from waiting import until
+
+from turnleaf.adapters.mock import Ledger, LedgerEntry, ScriptedEngine, compare
+from turnleaf.core import Leaf, Trajectory, Turn, WeightSpan
+from turnleaf.gateway.engines import EngineLost, EngineRequest, SGLangEngine, UntrustedReply
+
+StartEngine = Callable[..., Awaitable[tuple[ScriptedEngine, str]]]
+
+
+def entry_of(rid: str, prompt: list[int], output: list[int], **changes: Any) -> LedgerEntry:
+    fields: dict[str, Any] = {
+        "rid": rid,
+        "turn_id": rid.rpartition(".")[0],
+        "routing_key": "rollout",
+        "input_ids": prompt,
+        "output_ids": output,
+        "logprobs": [-0.1 * (position + 1) for position in range(len(output))],
+        "weight_version": "default",
+        "finish": "stop",
+        "completion_tokens": len(output),
+        "answered": True,
+    }
+    return LedgerEntry(**{**fields, **changes})
+
+
+def turn_from(entry: LedgerEntry, index: int, **changes: Any) -> Turn:
+    """The turn that a faithful gateway records of a call; `changes` may place it in the tree."""
+    spans = (WeightSpan(entry.weight_version, len(entry.output_ids)),)
+    fields: dict[str, Any] = {
+        "id": entry.turn_id,
+        "index": index,
+        "parent": None,
+        "keep": 0,
+        "prompt": entry.input_ids,
+        "output": entry.output_ids,
+        "logprobs": entry.logprobs,
+        "finish_reason": entry.finish,
+        "weight_versions": spans,
+    }
+    return Turn(**{**fields, **changes})
+
+
+FIRST = entry_of("first.0", [1, 2], [3, 4])
+SECOND = entry_of("second.0", [1, 2, 3, 4, 5], [6], weight_version="2")
+LEFT_OUT = entry_of("left-out.0", [1, 2, 9], [7, 8])
+CALLS = [FIRST, SECOND, LEFT_OUT]
+SHORT = {"logprobs": [-0.1], "weight_versions": ()}
+NOTHING = {"logprobs": [], "weight_versions": ()}
+SPANS = (WeightSpan("1", 1),)
+
+
+def three_turns(**changes: dict[str, Any]) -> Trajectory:
+    """first ← second extends it; left-out is excluded. `changes`: of each turn's fields."""
+    return Trajectory(
+        [
+            turn_from(FIRST, 0, **changes.get("first", {})),
+            turn_from(
+                SECOND,
+                1,
+                **{"parent": "first", "keep": 4, "prompt": [5]} | changes.get("second", {}),
+            ),
+            turn_from(LEFT_OUT, 2, **{"excluded": "undelivered"} | changes.get("left_out", {})),
+        ]
+    )
+
+
+def test_balanced_books() -> None:
+    lost = [
+        entry_of("first.0", [1, 2], [3], answered=False),
+        entry_of("gone.0", [1], [2, 3], answered=False),
+        entry_of("cut.0", [1], [2], finish="abort"),
+        entry_of("liar.0", [1], [2, 3], completion_tokens=3),
+    ]
+    answer = attrs.evolve(FIRST, rid="first.2")
+    retried = attrs.evolve(FIRST, rid="first.1")
+    entries = [*lost, retried, answer, SECOND, LEFT_OUT]
+    report = compare(entries, [three_turns(), Trajectory()])
+    report.raise_for_problems()
+    assert (report.sampled, report.trained) == (13, 3)
+    assert report.excluded == {"undelivered": 2}
+    assert report.lost == {"unanswered": 3, "aborted": 1, "miscounted": 2, "retried": 2}
+
+
+def test_two_samples_of_one_prompt_are_both_trained() -> None:
+    """Equal ones too, and one that begins like the other."""
+    entries = [
+        entry_of("a.0", [1], [2]),
+        entry_of("b.0", [1], [2]),
+        entry_of("c.0", [1], [2, 3]),
+    ]
+    trajectory = Trajectory(turn_from(entry, index) for index, entry in enumerate(entries))
+    report = compare(entries, [trajectory])
+    report.raise_for_problems()
+    assert report.trained == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"first": {"output": [3, 9]}}, "turn first: not the output of call first.0"),
+        ({"left_out": {"output": [7], **SHORT}}, "turn left-out: not the output of call"),
+        ({"second": {"output": [], **NOTHING}}, "turn second: not the output of call"),
+        ({"first": {"logprobs": [-0.1, -0.20001]}}, "turn first: not the logprobs of call"),
+        ({"first": {"prompt": [2, 1]}}, "turn second: not the prompt of call second.0"),
+        ({"second": {"keep": 3}}, "turn second: not the prompt of call"),
+        ({"second": {"finish_reason": "length"}}, "turn second: not the finish_reason of call"),
+        ({"second": {"weight_versions": SPANS}}, "turn second: not the weight_versions of call"),
+        ({"second": {"id": "renamed"}}, "call second.0: answered, but turn second was not recor"),
+        ({"second": {"id": "renamed"}}, "turn renamed: no answered engine call"),
+    ],
+)
+def test_a_tampered_turn_is_found(changes: dict[str, Any], complaint: str) -> None:
+    compare(CALLS, [three_turns()]).raise_for_problems()
+    report = compare(CALLS, [three_turns(**changes)])
+    with pytest.raises(AssertionError, match=complaint):
+        report.raise_for_problems()
+
+
+@attrs.frozen
+class Tampered:
+    """A trajectory whose leaves a trainer, or a bug, has changed."""
+
+    original: Trajectory
+    tamper: Callable[[list[Leaf]], list[Leaf]]
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return self.original.turns
+
+    def tokens_through(self, turn_id: str) -> Any:
+        return self.original.tokens_through(turn_id)
+
+    def leaves(self) -> list[Leaf]:
+        return self.tamper(self.original.leaves())
+
+
+def with_mask(leaf: Leaf, position: int, value: bool) -> Leaf:
+    mask = leaf.loss_mask.copy()
+    mask[position] = value
+    return attrs.evolve(leaf, loss_mask=mask)
+
+
+def with_token(leaf: Leaf, position: int) -> Leaf:
+    tokens = leaf.tokens.copy()
+    tokens[position] += 1
+    return attrs.evolve(leaf, tokens=tokens)
+
+
+def with_logprob(leaf: Leaf, position: int) -> Leaf:
+    logprobs = leaf.logprobs.copy()
+    logprobs[position] -= 0.5
+    return attrs.evolve(leaf, logprobs=logprobs)
+
+
+def excluded_trained() -> Leaf:
+    (leaf,) = Trajectory([turn_from(LEFT_OUT, 0)]).leaves()
+    return leaf
+
+
+@pytest.mark.parametrize(
+    ("tamper", "complaint"),
+    [
+        (lambda leaves: [], "call first.0: no leaf trains its output"),
+        (lambda leaves: leaves * 2, "leaf 1: .*call first.0 is trained again"),
+        (lambda leaves: [*leaves, excluded_trained()], "leaf 1: .*call left-out.0 is excluded"),
+        (lambda leaves: [with_mask(leaves[0], 0, True)], "leaf 0: 1 trained positions, the first"),
+        (lambda leaves: [with_mask(leaves[0], 4, True)], r"the first at 4, .*\(\?\)"),
+        (lambda leaves: [with_mask(leaves[0], 3, False)], "call first.0: no leaf trains"),
+        (lambda leaves: [with_token(leaves[0], 0)], "call second.0: no leaf trains"),
+        (lambda leaves: [with_token(leaves[0], 3)], "call first.0: no leaf trains"),
+        (lambda leaves: [with_logprob(leaves[0], 5)], "call second.0: no leaf trains"),
+    ],
+)
+def test_a_tampered_leaf_is_found(
+    tamper: Callable[[list[Leaf]], list[Leaf]], complaint: str
+) -> None:
+    tampered: Any = Tampered(three_turns(), tamper)
+    with pytest.raises(AssertionError, match=complaint):
+        compare(CALLS, [tampered]).raise_for_problems()
+
+
+def test_an_answer_that_is_nowhere_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"call stray\.3: answered, but turn stray was not"):
+        compare([entry_of("stray.3", [1], [2])], []).raise_for_problems()
+
+
+def entries_and_trajectory(recorded: Recorded) -> tuple[list[LedgerEntry], Trajectory]:
+    trajectory = Trajectory()
+    entries = []
+    for turn in recorded.trajectory._turns.values():
+        entry = entry_of(
+            f"{turn.id}.0",
+            recorded.prompts[turn.id],
+            turn.output.tolist(),
+            logprobs=turn.logprobs,
+            finish=turn.finish_reason,
+        )
+        spans = (WeightSpan("default", len(turn.output)),) if len(turn.output) else ()
+        trajectory.add(attrs.evolve(turn, weight_versions=spans))
+        if len(turn.output):
+            entries.append(entry)
+    return entries, trajectory
+
+
+@given(recorded_by_gateway)
+def test_any_faithful_trajectory_balances(recorded: Recorded) -> None:
+    entries, trajectory = entries_and_trajectory(recorded)
+    report = compare(entries, [trajectory])
+    report.raise_for_problems()
+    assert report.sampled == report.trained + sum(report.excluded.values())
+    assert report.lost == {}
+
+
+@given(recorded_by_gateway, st.data())
+def test_any_flipped_mask_is_found(recorded: Recorded, data: st.DataObject) -> None:
+    entries, trajectory = entries_and_trajectory(recorded)
+    leaves = trajectory.leaves()
+    assume(leaves)
+    number = data.draw(st.integers(0, len(leaves) - 1))
+    position = data.draw(st.integers(0, len(leaves[number].tokens) - 1))
+    value = not leaves[number].loss_mask[position]
+    leaves[number] = with_mask(leaves[number], position, value)
+    tampered: Any = Tampered(trajectory, lambda _: leaves)
+    assert compare(entries, [tampered]).problems
+
+
+def test_a_ledger_in_a_file_is_what_it_is_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    for entry in CALLS:
+        ledger.append(entry)
+    for read, kept in zip(Ledger.read(path), ledger, strict=True):
+        for field in attrs.fields(LedgerEntry):
+            assert np.array_equal(getattr(read, field.name), getattr(kept, field.name))
+            assert type(getattr(read, field.name)) is type(getattr(kept, field.name))
+    assert len(path.read_text().splitlines()) == len(ledger) == 3
+
+
+@pytest.mark.anyio
+async def test_the_books_of_an_engine_and_its_client(scripted_engine: StartEngine) -> None:
+    """Retries, an abort, a bad count and a plain turn, over HTTP."""
+    engine, url = await scripted_engine(
+        {
+            "*": [
+                {"ids": [5, 6], "drop": True},
+                {"fail": 503},
+                {"ids": [5, 6]},
+                {"ids": [7], "mismatch": True},
+                {"ids": [8, 8, 8, 8], "hang": True},
+                {"ids": [9, 9], "hang": True},
+            ]
+        }
+    )
+    sglang = SGLangEngine(url)
+    trajectory = Trajectory()
+    calls = iter(range(10))
+    never = anyio.Event()
+
+    async def turn(stop: anyio.Event, **changes: Any) -> None:
+        index = next(calls)
+        prompt = np.arange(index + 1, dtype=np.int32)
+        request = EngineRequest(f"turn-{index}", prompt, {"max_new_tokens": 9}, "rollout")
+        reply = await sglang.generate(request, stop=stop)
+        trajectory.add(
+            Turn(
+                id=request.turn_id,
+                index=index,
+                parent=None,
+                keep=0,
+                prompt=prompt,
+                output=reply.output,
+                logprobs=reply.logprobs,
+                finish_reason=reply.finish_reason,
+                weight_versions=reply.weight_versions,
+                **changes,
+            )
+        )
+
+    try:
+        await turn(never)
+        with pytest.raises(UntrustedReply):
+            await turn(never)
+        stop = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: turn(stop, excluded="aborted"))
+            await until(lambda: len(engine.calls) == 5)
+            stop.set()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(turn, never)
+            await until(lambda: len(engine.calls) == 6)
+            tasks.cancel_scope.cancel()
+        await until(lambda: len(engine.ledger) == 5)
+        with pytest.raises(EngineLost):
+            await turn(stop)
+    finally:
+        await sglang.aclose()
+    report = compare(engine.ledger, [trajectory])
+    report.raise_for_problems()
+    assert (report.sampled, report.trained, report.excluded) == (8, 2, {"aborted": 2})
+    assert sum(report.lost.values()) == 4
+    assert report.lost["miscounted"] == 1

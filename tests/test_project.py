@@ -1,0 +1,123 @@
+"""The promises that the project around the code makes."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CONSTRAINTS = sorted((ROOT / "constraints").glob("*.txt"))
+COMPLETE = [path for path in CONSTRAINTS if path.name != "openai3.txt"]
+
+BASE = {"anyio", "attr", "attrs", "cattr", "cattrs", "numpy"}
+NEEDED_BY_BASE = {"idna", "sniffio", "typing_extensions"}
+
+NEW_MODULES = """
+import json, sys
+before = set(sys.modules)
+import turnleaf
+print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
+"""
+
+
+def normalised(requirement: str) -> str:
+    """The package that a requirement names, as constraint files spell it."""
+    name = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert name is not None, requirement
+    return re.sub(r"[-_.]+", "-", name[0]).lower()
+
+
+def test_importing_turnleaf_loads_only_its_base_dependencies() -> None:
+    run = subprocess.run(
+        [sys.executable, "-I", "-c", NEW_MODULES], capture_output=True, text=True, check=True
+    )
+    loaded = set(json.loads(run.stdout))
+    assert "turnleaf" in loaded
+    assert loaded - sys.stdlib_module_names - {"turnleaf"} <= BASE | NEEDED_BY_BASE
+
+
+def test_constraint_files_exist() -> None:
+    assert {path.name for path in CONSTRAINTS} == {"dev.txt", "openai3.txt", "slime.txt"}
+
+
+@pytest.mark.parametrize("path", CONSTRAINTS, ids=lambda path: path.name)
+def test_constraints_are_sorted_name_and_version_lines(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    wrong = [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[0-9][a-z0-9.+]*", line)]
+    assert wrong == []
+    names = [line.partition("==")[0] for line in lines]
+    assert names == sorted(set(names))
+    assert "turnleaf" not in names
+
+
+@pytest.mark.parametrize("path", COMPLETE, ids=lambda path: path.name)
+def test_constraints_pin_every_dependency(path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    wanted = {normalised(name) for name in chain(project["dependencies"], *extras)}
+    pinned = {line.partition("==")[0] for line in path.read_text().splitlines()}
+    assert (wanted - {"turnleaf"}) | {"trl"} <= pinned
+
+
+def test_what_slime_fixes_is_pinned_for_slime() -> None:
+    lines = set((ROOT / "constraints" / "slime.txt").read_text().splitlines())
+    assert {
+        "numpy==1.26.4",
+        "openai==2.6.1",
+        "tokenizers==0.22.2",
+        "transformers==5.12.1",
+    } <= lines
+
+
+def test_no_lock_file_is_tracked() -> None:
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode != 0:
+        pytest.skip(f"not a git checkout: {listing.stderr.strip()}")
+    locks = [
+        path
+        for path in listing.stdout.splitlines()
+        if re.fullmatch(r"pylock.*\.toml|.*\.lock|package-lock\.json|.*lock\.yaml", Path(path).name)
+    ]
+    assert locks == []
+
+
+@pytest.mark.parametrize(
+    ("source", "outcome"),
+    [
+        ("import pytest\ndef test(): pytest.skip('no reason')", "failed"),
+        ("import pytest\npytest.importorskip('turnleaf_is_missing_this')", "errors"),
+        ("import pytest\n@pytest.mark.xfail\ndef test(): raise ValueError", "xfailed"),
+    ],
+    ids=["test", "module", "expected failure"],
+)
+def test_a_skip_fails_when_everything_is_required(
+    source: str, outcome: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makeconftest((ROOT / "conftest.py").read_text())
+    pytester.makepyfile(source)
+
+    monkeypatch.setenv("TURNLEAF_REQUIRE_ALL", "1")
+    strict = pytester.runpytest_subprocess().parseoutcomes()
+    monkeypatch.delenv("TURNLEAF_REQUIRE_ALL")
+    lenient = pytester.runpytest_subprocess().parseoutcomes()
+
+    assert outcome in strict
+    assert "skipped" not in strict
+    assert lenient == ({"xfailed": 1} if outcome == "xfailed" else {"skipped": 1})
+
+
+def test_markdown_blocks_are_run(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest((ROOT / "conftest.py").read_text())
+    pytester.makefile(
+        ".md",
+        good="```python\nassert 1 + 1 == 2\n```\n",
+        bad="```python\nassert 1 + 1 == 3\n```\n",
+        bare="No code here.\n",
+    )
+    outcomes = pytester.runpytest_subprocess("good.md", "bad.md", "bare.md").parseoutcomes()
+    assert outcomes == {"passed": 1, "failed": 1}

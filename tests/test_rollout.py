@@ -1,0 +1,1025 @@
+import contextlib
+import copy
+import logging
+import random
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import attrs
+import numpy as np
+import pytest
+import strategies
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+
+from turnleaf.core import (
+    AgentError,
+    Background,
+    BadResultError,
+    Cause,
+    ContractError,
+    EngineError,
+    Exclusion,
+    FinishReason,
+    GatewayError,
+    Key,
+    PayloadError,
+    Purpose,
+    Rollout,
+    RolloutAborted,
+    RolloutError,
+    RolloutTimeout,
+    SessionError,
+    SettingsError,
+    StartRate,
+    Trajectory,
+    Turn,
+    TurnleafError,
+    run_rollout,
+)
+from turnleaf.core import _attendance as attendance_module
+from turnleaf.core import _rollout as rollout_module
+
+pytestmark = pytest.mark.anyio
+
+Agent = Callable[[dict[str, Any]], Awaitable[Any]]
+Hook = Callable[[], Awaitable[None]]
+SAMPLING = {"temperature": 0.7}
+
+
+async def nothing() -> None:
+    await anyio.lowlevel.checkpoint()
+
+
+@attrs.define
+class MemoryGateway:
+    """A gateway without a network: `sample` stands for a model call under a key."""
+
+    opened: dict[str, dict[str, Any]] = attrs.Factory(dict)
+    recorded: dict[str, Trajectory] = attrs.Factory(dict)
+    keys: dict[str, Key] = attrs.Factory(dict)
+    closed: dict[str, bool] = attrs.Factory(dict)
+    in_flight: dict[str, list[anyio.CancelScope]] = attrs.Factory(dict)
+    on_open: Hook = nothing
+    on_close: Hook = nothing
+
+    async def open_key(
+        self, *, name: str, sampling: Mapping[str, Any], purpose: Purpose, expires_in: float
+    ) -> Key:
+        await self.on_open()
+        key = Key(f"key{len(self.opened)}", "http://gateway", secrets.token_urlsafe(12))
+        self.opened[key.id] = {
+            "name": name,
+            "sampling": sampling,
+            "purpose": purpose,
+            "expires_in": expires_in,
+        }
+        self.recorded[key.id] = Trajectory()
+        self.keys[key.secret] = key
+        return key
+
+    async def close_key(self, key_id: str, *, aborted: bool = False) -> Trajectory:
+        assert key_id not in self.closed
+        self.closed[key_id] = aborted
+        for scope in self.in_flight.get(key_id, []):
+            scope.cancel()
+        await self.on_close()
+        return self.recorded[key_id]
+
+    async def close_all(self, purpose: Purpose) -> None:
+        raise NotImplementedError
+
+    def add(
+        self,
+        secret: str,
+        finish_reason: FinishReason = "stop",
+        excluded: Exclusion | None = None,
+    ) -> None:
+        trajectory = self.recorded[self.keys[secret].id]
+        number = len(trajectory)
+        trajectory.add(
+            Turn(
+                id=f"turn{number}",
+                index=number,
+                parent=None,
+                keep=0,
+                prompt=[1, number],
+                output=[2, 3],
+                logprobs=[-0.5, -0.25],
+                finish_reason=finish_reason,
+                excluded=excluded,
+            )
+        )
+
+    async def sample(self, secret: str, wait: Hook = nothing) -> None:
+        """A call that `wait` holds up, unless the key is closed first."""
+        key_id = self.keys[secret].id
+        assert key_id not in self.closed, "401"
+        with anyio.CancelScope() as scope:
+            self.in_flight.setdefault(key_id, []).append(scope)
+            await wait()
+            self.add(secret)
+        if scope.cancelled_caught:
+            self.add(secret, "abort", "aborted")
+
+    def no_key_is_open(self) -> bool:
+        return self.closed.keys() == self.opened.keys()
+
+
+@attrs.define(eq=False)
+class Session:
+    """Runs `agent`; whether its remote side runs shows in `sessions.running`."""
+
+    sessions: "Sessions"
+
+    async def __aenter__(self) -> Self:
+        await self.sessions.on_enter()
+        self.sessions.entered += 1
+        self.sessions.running += 1
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.sessions.on_leave()
+        self.sessions.running -= 1
+
+    async def run(self, payload: dict[str, Any]) -> dict[str, Any]:
+        result: dict[str, Any] = await self.sessions.agent(payload)
+        return result
+
+
+@attrs.define(eq=False)
+class Sessions:
+    agent: Agent
+    on_enter: Hook = nothing
+    on_leave: Hook = nothing
+    entered: int = 0
+    running: int = 0
+
+    def __call__(self) -> Session:
+        return Session(self)
+
+
+def answering(result: object) -> Agent:
+    async def agent(payload: dict[str, Any]) -> object:
+        return result
+
+    return agent
+
+
+def raising(error: BaseException) -> Agent:
+    async def agent(payload: dict[str, Any]) -> object:
+        await nothing()
+        raise error
+
+    return agent
+
+
+def sampling_then(gateway: MemoryGateway, agent: Agent) -> Agent:
+    async def both(payload: dict[str, Any]) -> object:
+        await gateway.sample(payload["_config"]["api_key"])
+        return await agent(payload)
+
+    return both
+
+
+async def hanging(payload: dict[str, Any]) -> object:
+    await anyio.sleep_forever()
+
+
+def failing(kind: type[Exception], text: str) -> Hook:
+    async def hook() -> None:
+        raise kind(text)
+
+    return hook
+
+
+async def play(
+    gateway: MemoryGateway,
+    session: Callable[[], Session],
+    background: Background,
+    *,
+    payload: object = None,
+    name: str = "row 3",
+    purpose: Purpose = "train",
+    max_rollout_time: float = 60.0,
+    start_rate: StartRate | None = None,
+    abort: anyio.Event | None = None,
+) -> Rollout:
+    return await run_rollout(
+        {} if payload is None else payload,
+        session=session,
+        gateway=gateway,
+        background=background,
+        model_id="model",
+        sampling=SAMPLING,
+        name=name,
+        purpose=purpose,
+        max_rollout_time=max_rollout_time,
+        start_rate=start_rate,
+        abort=abort,
+    )
+
+
+async def played(
+    agent: Agent, gateway: MemoryGateway | None = None, *, sampled: bool = True, **options: Any
+) -> Rollout:
+    """One rollout whose agent samples a turn first; nothing of it is left open."""
+    gateway = MemoryGateway() if gateway is None else gateway
+    sessions = Sessions(sampling_then(gateway, agent) if sampled else agent)
+    async with Background() as background:
+        rollout = await play(gateway, sessions, background, **options)
+    assert gateway.no_key_is_open()
+    assert sessions.running == 0
+    return rollout
+
+
+async def test_payload_arrives_verbatim_and_everything_comes_back() -> None:
+    gateway, received = MemoryGateway(), []
+
+    async def agent(payload: dict[str, Any]) -> dict[str, Any]:
+        received.append(copy.deepcopy(payload))
+        payload["tasks"].append("changed by the agent")
+        return {"reward": 0.5, "steps": 3}
+
+    payload = {"prompt": "p", "tasks": [1, {"a": None}]}
+    given_payload = copy.deepcopy(payload)
+    rollout = await played(agent, gateway, payload=payload, purpose="eval", max_rollout_time=30)
+
+    assert payload == given_payload
+    (key,) = gateway.keys.values()
+    config = {"base_url": key.base_url, "model_id": "model", "api_key": key.secret}
+    assert received == [{**payload, "_config": config}]
+    (opened,) = gateway.opened.values()
+    assert opened["expires_in"] > 30
+    del opened["expires_in"]
+    assert opened == {"name": "row 3", "sampling": SAMPLING, "purpose": "eval"}
+    assert gateway.closed == {key.id: False}
+    assert rollout == Rollout(
+        name="row 3",
+        trajectory=gateway.recorded[key.id],
+        status="completed",
+        reward=0.5,
+        result={"reward": 0.5, "steps": 3},
+        timings=rollout.timings,
+    )
+    assert rollout.cause is None
+    assert len(rollout.trajectory) == 1
+    assert rollout.timings.started_at is not None
+    assert 0 <= rollout.timings.waited < 1
+
+
+@given(payload=strategies.payloads)
+@hypothesis_settings(max_examples=50)
+def test_any_json_payload_is_passed_on(payload: dict[str, Any]) -> None:
+    received = []
+
+    async def agent(request: dict[str, Any]) -> dict[str, Any]:
+        received.append(request)
+        return {}
+
+    before = copy.deepcopy(payload)
+    anyio.run(lambda: played(agent, sampled=False, payload=payload))
+    (request,) = received
+    del request["_config"]
+    assert repr(request) == repr(before) == repr(payload)
+
+
+CIRCULAR: dict[str, Any] = {}
+CIRCULAR["self"] = CIRCULAR
+
+
+@pytest.mark.parametrize(
+    ("payload", "remedy"),
+    [
+        ([], "metadata.payload"),
+        ("text", "metadata.payload"),
+        (7, "metadata.payload"),
+        ({"_config": {}}, "_config"),
+        ({"a": {1, 2}}, "set is not JSON serializable"),
+        ({"a": np.zeros(2)}, "ndarray is not JSON serializable"),
+        ({"a": float("nan")}, "not JSON"),
+        ({"a": object()}, "not JSON"),
+        (CIRCULAR, "not JSON"),
+        ({1: "a"}, "a key that is not text"),
+        ({"a": ({"b": (1,)},)}, "tuple"),
+    ],
+)
+async def test_a_bad_payload_fails_before_anything_is_started(payload: object, remedy: str) -> None:
+    gateway, sessions = MemoryGateway(), Sessions(hanging)
+    async with Background() as background:
+        rollout = await play(gateway, sessions, background, payload=payload)
+    assert (rollout.status, rollout.cause) == ("failed", "trainer")
+    assert isinstance(rollout.error, PayloadError)
+    assert str(rollout.error).startswith("row 3: ")
+    assert remedy in str(rollout.error)
+    assert len(rollout.trajectory) == 0
+    assert rollout.timings.started_at is None
+    assert (gateway.opened, sessions.entered) == ({}, 0)
+
+
+async def test_a_payload_of_none_fails_too() -> None:
+    gateway = MemoryGateway()
+    async with Background() as background:
+        rollout = await run_rollout(
+            None,
+            session=Sessions(hanging),
+            gateway=gateway,
+            background=background,
+            model_id="model",
+            sampling=SAMPLING,
+            name="row 4",
+        )
+    assert isinstance(rollout.error, PayloadError)
+    assert str(rollout.error).startswith("row 4: the payload is None; a row needs")
+
+
+@given(reward=strategies.rewards)
+def test_a_finite_number_is_a_reward(reward: float) -> None:
+    rollout = anyio.run(lambda: played(answering({"reward": reward})))
+    assert rollout.status == "completed"
+    assert rollout.reward == float(reward)
+    assert type(rollout.reward) is float
+
+
+@given(reward=strategies.bad_rewards)
+def test_anything_else_is_not(reward: object) -> None:
+    result = {"reward": reward}
+    rollout = anyio.run(lambda: played(answering(result)))
+    assert (rollout.status, rollout.cause, rollout.reward) == ("failed", "agent", None)
+    assert isinstance(rollout.error, BadResultError)
+    assert str(rollout.error).startswith("row 3: the agent's reward is ")
+    assert len(str(rollout.error)) < 300
+    assert rollout.result is result
+    assert len(rollout.trajectory) == 1
+
+
+@pytest.mark.parametrize("result", [{}, {"answer": 4}, {"reward": None}, {"error": None}])
+async def test_without_a_reward_the_trainer_scores(result: dict[str, Any]) -> None:
+    rollout = await played(answering(result))
+    assert (rollout.status, rollout.reward, rollout.error) == ("completed", None, None)
+    assert rollout.result == result
+
+
+@pytest.mark.parametrize("result", [None, "done", 1.0, [("reward", 1.0)], object()])
+async def test_a_result_that_is_no_dict_breaks_the_contract(result: object) -> None:
+    rollout = await played(answering(result))
+    assert (rollout.status, rollout.cause, rollout.result) == ("failed", "agent", None)
+    assert isinstance(rollout.error, BadResultError)
+    assert type(result).__name__ in str(rollout.error)
+    assert '{"reward": 1.0}' in str(rollout.error)
+    assert len(rollout.trajectory) == 1
+
+
+@pytest.mark.parametrize("error", ["boom", "", 0, {"type": "X"}])
+async def test_an_error_without_a_reward_is_a_failure(error: object) -> None:
+    rollout = await played(answering({"error": error, "reward": None}))
+    assert (rollout.status, rollout.cause, rollout.reward) == ("failed", "agent", None)
+    assert isinstance(rollout.error, AgentError)
+    assert str(rollout.error) == f"row 3: the agent reported an error: {error}"
+    assert rollout.result == {"error": error, "reward": None}
+
+
+async def test_an_error_beside_a_reward_is_the_agents_business() -> None:
+    rollout = await played(answering({"error": "one tool failed", "reward": 1}))
+    assert (rollout.status, rollout.reward, rollout.error) == ("completed", 1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "cause"),
+    [
+        (AgentError("row 3: the agent raised"), "failed", "agent"),
+        (SessionError("row 3: connection refused"), "failed", "infrastructure"),
+        (RolloutTimeout("row 3: 15 minutes are over"), "timed_out", "timeout"),
+        (RolloutAborted("row 3: stopped"), "aborted", "trainer"),
+        (PayloadError("row 3: the agent wants a prompt"), "failed", "trainer"),
+        (GatewayError("no such key"), "failed", "infrastructure"),
+    ],
+)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+async def test_errors_of_a_session_are_kept(
+    error: RolloutError, status: str, cause: Cause, depth: int
+) -> None:
+    raised: Exception = error
+    for _ in range(depth):
+        raised = ExceptionGroup("of the session", [ValueError("another"), raised])
+    rollout = await played(raising(raised))
+    assert rollout.error is error
+    assert (rollout.status, rollout.cause, rollout.reward) == (status, cause, None)
+    assert len(rollout.trajectory) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("bad header"), "ValueError: bad header"),
+        (TimeoutError(), "TimeoutError"),
+        (EngineError("gone"), "EngineError: gone"),
+        (ExceptionGroup("g", [KeyError("a"), ValueError("b")]), "KeyError: 'a'"),
+    ],
+)
+async def test_other_exceptions_of_a_session_are_infrastructure(
+    error: Exception, text: str
+) -> None:
+    rollout = await played(raising(error))
+    assert isinstance(rollout.error, SessionError)
+    assert str(rollout.error) == f"row 3: the session failed: {text}"
+    assert rollout.error.__cause__ is not None
+    assert (rollout.status, rollout.cause) == ("failed", "infrastructure")
+    assert len(rollout.trajectory) == 1
+
+
+async def test_a_session_that_cancels_itself_has_failed() -> None:
+    rollout = await played(raising(anyio.get_cancelled_exc_class()()))
+    assert isinstance(rollout.error, SessionError)
+    assert str(rollout.error) == "row 3: the session cancelled itself"
+    assert len(rollout.trajectory) == 1
+
+
+async def test_a_failing_task_of_the_session_itself_is_found() -> None:
+    class Grouped(Session):
+        group: anyio.abc.TaskGroup
+
+        async def __aenter__(self) -> Self:
+            self.group = await anyio.create_task_group().__aenter__()
+            self.group.start_soon(raising(SessionError("lost the agent")), {})
+            return self
+
+        async def __aexit__(
+            self,
+            kind: type[BaseException] | None,
+            error: BaseException | None,
+            traceback: TracebackType | None,
+        ) -> None:
+            await self.group.__aexit__(kind, error, traceback)
+
+    gateway = MemoryGateway()
+    async with Background() as background:
+        rollout = await play(gateway, lambda: Grouped(Sessions(hanging)), background)
+    assert isinstance(rollout.error, SessionError)
+    assert str(rollout.error) == "lost the agent"
+    assert gateway.no_key_is_open()
+
+
+async def test_a_session_that_cannot_be_entered_has_failed() -> None:
+    gateway = MemoryGateway()
+    sessions = Sessions(hanging, on_enter=failing(OSError, "no route"))
+    async with Background() as background:
+        rollout = await play(gateway, sessions, background)
+    assert isinstance(rollout.error, SessionError)
+    assert gateway.no_key_is_open()
+    assert sessions.entered == 0
+
+
+def refuse() -> Session:
+    raise SettingsError("rollout_session_backend: no such argument")
+
+
+@pytest.mark.parametrize(
+    "session",
+    [
+        refuse,
+        Sessions(hanging, on_enter=failing(SettingsError, "s")),
+        Sessions(raising(SettingsError("s"))),
+        Sessions(raising(ExceptionGroup("g", [ExceptionGroup("h", [SettingsError("s")])]))),
+    ],
+)
+async def test_a_contract_error_is_raised_bare_after_the_key_is_closed(
+    session: Callable[[], Session],
+) -> None:
+    gateway = MemoryGateway()
+    async with Background() as background:
+        with pytest.raises(ContractError) as raised:
+            await play(gateway, session, background)
+        assert type(raised.value) is SettingsError
+        assert gateway.no_key_is_open()
+        assert len(gateway.closed) == 1
+
+
+async def test_a_contract_error_leaves_the_background_bare() -> None:
+    sessions = Sessions(raising(SettingsError("s")))
+    with pytest.raises(SettingsError):
+        async with Background() as background:
+            await play(MemoryGateway(), sessions, background)
+    assert (sessions.entered, sessions.running) == (1, 0)
+
+
+@pytest.mark.parametrize("failure", [ValueError, SessionError, SettingsError])
+async def test_a_failure_to_leave_loses_no_result(
+    failure: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = MemoryGateway()
+    sessions = Sessions(
+        sampling_then(gateway, answering({"reward": 1})), on_leave=failing(failure, "x")
+    )
+    async with Background() as background:
+        rollout = await play(gateway, sessions, background)
+    assert (rollout.status, rollout.reward) == ("completed", 1.0)
+    assert gateway.no_key_is_open()
+    assert f"row 3: leaving the session raised {failure.__name__}: x" in caplog.text
+
+
+async def test_leaving_holds_no_result_back() -> None:
+    release = anyio.Event()
+    gateway, sessions = MemoryGateway(), Sessions(answering({}), on_leave=release.wait)
+    async with Background() as background:
+        rollout = await play(gateway, sessions, background)
+        assert rollout.status == "completed"
+        assert sessions.running == 1
+        release.set()
+    assert sessions.running == 0
+
+
+@pytest.mark.parametrize("agent", [answering({"reward": 1}), hanging])
+async def test_leaving_has_a_limit(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attendance_module, "LEAVE_LIMIT", 0.01)
+    gateway, sessions = MemoryGateway(), Sessions(agent, on_leave=anyio.sleep_forever)
+    async with Background() as background:
+        rollout = await play(gateway, sessions, background, max_rollout_time=0.01)
+    assert rollout.status in ("completed", "timed_out")
+    assert gateway.no_key_is_open()
+    assert "row 3: the session was not left within 0.01 s" in caplog.text
+
+
+async def test_a_timeout_cuts_off_and_keeps_the_turns() -> None:
+    gateway = MemoryGateway()
+    rollout = await played(hanging, gateway, max_rollout_time=0.05)
+    assert (rollout.status, rollout.cause, rollout.reward) == ("timed_out", "timeout", None)
+    assert isinstance(rollout.error, RolloutTimeout)
+    assert str(rollout.error) == "row 3: cut off after 0.05 s"
+    assert gateway.closed == {"key0": True}
+    assert len(rollout.trajectory) == 1
+    assert rollout.timings.session > 0.049
+
+
+async def test_entering_counts_against_the_time_and_is_undone() -> None:
+    entering, release = anyio.Event(), anyio.Event()
+
+    async def enter() -> None:
+        entering.set()
+        await release.wait()
+
+    gateway, sessions = MemoryGateway(), Sessions(hanging, on_enter=enter)
+    async with Background() as background:
+        rollout = await play(gateway, sessions, background, max_rollout_time=0.01)
+        assert rollout.status == "timed_out"
+        assert entering.is_set()
+        assert gateway.closed == {"key0": True}
+        release.set()
+    assert (sessions.entered, sessions.running) == (1, 0)
+
+
+async def test_an_agent_that_resists_its_end_holds_nothing_back() -> None:
+    release = anyio.Event()
+
+    async def resisting(payload: dict[str, Any]) -> dict[str, Any]:
+        with anyio.CancelScope(shield=True):
+            await release.wait()
+        return {"reward": 1}
+
+    gateway, sessions = MemoryGateway(), Sessions(resisting)
+    async with Background() as background:
+        rollout = await play(gateway, sessions, background, max_rollout_time=0.01)
+        assert (rollout.status, rollout.reward) == ("timed_out", None)
+        assert gateway.no_key_is_open()
+        release.set()
+    assert sessions.running == 0
+
+
+async def test_the_abort_signal_ends_a_rollout_at_once_with_its_turns() -> None:
+    abort, leave, rollouts = anyio.Event(), anyio.Event(), []
+    gateway = MemoryGateway()
+    sessions = Sessions(sampling_then(gateway, hanging), on_leave=leave.wait)
+
+    async def one(background: Background) -> None:
+        rollouts.append(await play(gateway, sessions, background, abort=abort))
+
+    async with Background() as background:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(one, background)
+            await anyio.wait_all_tasks_blocked()
+            assert sessions.running == 3
+            abort.set()
+        assert [rollout.status for rollout in rollouts] == ["aborted"] * 3
+        assert sessions.running == 3
+        leave.set()
+    assert sessions.running == 0
+    assert gateway.closed == {"key0": True, "key1": True, "key2": True}
+    for rollout in rollouts:
+        assert isinstance(rollout.error, RolloutAborted)
+        assert rollout.cause == "trainer"
+        assert len(rollout.trajectory) == 1
+
+
+async def test_after_the_abort_signal_nothing_starts() -> None:
+    abort = anyio.Event()
+    abort.set()
+    gateway, sessions = MemoryGateway(), Sessions(hanging)
+    async with Background() as background:
+        rollout = await play(gateway, sessions, background, abort=abort)
+    assert (rollout.status, rollout.cause) == ("aborted", "trainer")
+    assert rollout.timings.started_at is None
+    assert (gateway.opened, sessions.entered) == ({}, 0)
+
+
+async def test_an_abort_while_the_key_opens_closes_it_and_starts_no_session() -> None:
+    abort = anyio.Event()
+
+    async def opening() -> None:
+        abort.set()
+
+    gateway, sessions = MemoryGateway(on_open=opening), Sessions(hanging)
+    async with Background() as background:
+        rollout = await play(gateway, sessions, background, abort=abort)
+    assert rollout.status == "aborted"
+    assert gateway.closed == {"key0": True}
+    assert sessions.entered == 0
+
+
+async def test_an_abort_while_entering_leaves_again_without_running() -> None:
+    abort = anyio.Event()
+
+    async def enter() -> None:
+        abort.set()
+        await anyio.wait_all_tasks_blocked()
+
+    ran: list[object] = []
+
+    async def agent(payload: dict[str, Any]) -> None:
+        ran.append(payload)
+
+    gateway, sessions = MemoryGateway(), Sessions(agent, on_enter=enter)
+    async with Background() as background:
+        rollout = await play(gateway, sessions, background, abort=abort)
+    assert rollout.status == "aborted"
+    assert (sessions.entered, sessions.running, ran) == (1, 0, [])
+
+
+async def test_a_result_beats_a_signal_that_comes_with_it() -> None:
+    abort = anyio.Event()
+
+    async def agent(payload: dict[str, Any]) -> dict[str, Any]:
+        abort.set()
+        return {"reward": 1}
+
+    rollout = await played(agent, abort=abort)
+    assert (rollout.status, rollout.reward) == ("completed", 1.0)
+
+
+async def test_waiting_for_the_start_is_not_the_rollouts_time() -> None:
+    start_rate = StartRate(1.5)
+    await start_rate.wait()
+    rollout = await played(answering({}), start_rate=start_rate, max_rollout_time=0.5)
+    assert rollout.status == "completed"
+    assert rollout.timings.waited > 0.5
+    assert rollout.timings.session < 0.5
+
+
+async def test_an_abort_while_waiting_for_the_start_starts_nothing() -> None:
+    abort, start_rate, rollouts = anyio.Event(), StartRate(0.001), []
+    await start_rate.wait()
+    gateway, sessions = MemoryGateway(), Sessions(hanging)
+    async with Background() as background, anyio.create_task_group() as tasks:
+
+        async def one() -> None:
+            rollouts.append(
+                await play(gateway, sessions, background, start_rate=start_rate, abort=abort)
+            )
+
+        tasks.start_soon(one)
+        tasks.start_soon(one)
+        await anyio.wait_all_tasks_blocked()
+        abort.set()
+    assert [rollout.status for rollout in rollouts] == ["aborted", "aborted"]
+    assert all(rollout.timings.started_at is None for rollout in rollouts)
+    assert (gateway.opened, sessions.entered) == ({}, 0)
+
+
+async def test_cancellation_passes_at_once_and_cleans_up_behind() -> None:
+    leave, close = anyio.Event(), anyio.Event()
+    gateway = MemoryGateway(on_close=close.wait)
+    sessions = Sessions(sampling_then(gateway, hanging), on_leave=leave.wait)
+    async with Background() as background:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(play, gateway, sessions, background)
+            await anyio.wait_all_tasks_blocked()
+            assert sessions.running == 1
+            tasks.cancel_scope.cancel()
+        assert sessions.running == 1
+        close.set()
+        leave.set()
+    assert gateway.closed == {"key0": True}
+    assert sessions.running == 0
+
+
+async def test_cancellation_while_the_key_opens_leaves_no_key() -> None:
+    release = anyio.Event()
+    gateway, sessions = MemoryGateway(on_open=release.wait), Sessions(hanging)
+    async with Background() as background:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(play, gateway, sessions, background)
+            await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+        release.set()
+    assert gateway.closed == {"key0": True}
+    assert sessions.entered == 0
+
+
+async def test_cancellation_of_the_host_of_the_background_cleans_up_too() -> None:
+    gateway = MemoryGateway()
+    sessions = Sessions(sampling_then(gateway, hanging), on_leave=nothing)
+
+    async def host() -> None:
+        async with Background() as background:
+            await play(gateway, sessions, background)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(host)
+        await anyio.wait_all_tasks_blocked()
+        assert sessions.running == 1
+        tasks.cancel_scope.cancel()
+    assert gateway.closed == {"key0": True}
+    assert sessions.running == 0
+
+
+async def test_a_model_call_in_flight_at_the_end_comes_back_excluded() -> None:
+    gateway = MemoryGateway()
+    sampling = anyio.Event()
+
+    async def hold() -> None:
+        sampling.set()
+        await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as others:
+
+        async def agent(payload: dict[str, Any]) -> dict[str, Any]:
+            others.start_soon(gateway.sample, payload["_config"]["api_key"], hold)
+            await sampling.wait()
+            return {"reward": 1}
+
+        rollout = await played(agent, gateway)
+    assert rollout.status == "completed"
+    assert [turn.excluded for turn in rollout.trajectory.turns] == [None, "aborted"]
+
+
+async def test_a_model_call_in_flight_at_an_abort_comes_back_excluded() -> None:
+    gateway, abort = MemoryGateway(), anyio.Event()
+
+    async def hold() -> None:
+        abort.set()
+        await anyio.sleep_forever()
+
+    async def agent(payload: dict[str, Any]) -> None:
+        await gateway.sample(payload["_config"]["api_key"], hold)
+
+    rollout = await played(agent, gateway, abort=abort)
+    assert rollout.status == "aborted"
+    assert [turn.excluded for turn in rollout.trajectory.turns] == [None, "aborted"]
+
+
+@pytest.mark.parametrize(
+    ("turns", "status"),
+    [
+        ([("length", None)], "truncated"),
+        ([("length", None), ("stop", None)], "completed"),
+        ([("stop", None), ("length", None), ("stop", "untrained")], "truncated"),
+        ([("stop", None), ("length", "untrained")], "completed"),
+        ([("length", "undelivered")], "completed"),
+        ([], "completed"),
+    ],
+)
+async def test_truncated_is_what_ends_at_a_token_limit(
+    turns: list[tuple[FinishReason, Exclusion | None]], status: str
+) -> None:
+    gateway = MemoryGateway()
+
+    async def agent(payload: dict[str, Any]) -> dict[str, Any]:
+        for finish_reason, excluded in turns:
+            gateway.add(payload["_config"]["api_key"], finish_reason, excluded)
+        return {"reward": 1}
+
+    rollout = await played(agent, gateway, sampled=False)
+    assert (rollout.status, rollout.reward, rollout.error) == (status, 1.0, None)
+
+
+async def test_a_failed_rollout_is_not_truncated() -> None:
+    gateway = MemoryGateway()
+
+    async def agent(payload: dict[str, Any]) -> None:
+        gateway.add(payload["_config"]["api_key"], "length")
+        raise AgentError("row 3: ran out of tokens")
+
+    assert (await played(agent, gateway)).status == "failed"
+
+
+async def failing_in_a_group() -> None:
+    raise ExceptionGroup("g", [GatewayError("the worker is gone")])
+
+
+@pytest.mark.parametrize(
+    ("failure", "text"),
+    [
+        (failing(GatewayError, "the worker is gone"), "the worker is gone"),
+        (failing(OSError, "refused"), "row 3: the gateway did not open a key: OSError: refused"),
+        (failing_in_a_group, "the worker is gone"),
+        (anyio.sleep_forever, "row 3: the gateway did not open a key within 0.01 s"),
+    ],
+)
+async def test_a_gateway_that_opens_no_key_fails_the_rollout(
+    failure: Hook, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_module, "GATEWAY_LIMIT", 0.01)
+    gateway, sessions = MemoryGateway(on_open=failure), Sessions(hanging)
+    async with Background() as background:
+        rollout = await play(gateway, sessions, background)
+    assert (rollout.status, rollout.cause) == ("failed", "infrastructure")
+    assert isinstance(rollout.error, GatewayError)
+    assert str(rollout.error) == text
+    assert len(rollout.trajectory) == 0
+    assert sessions.entered == 0
+
+
+@pytest.mark.parametrize(
+    ("failure", "text"),
+    [
+        (failing(GatewayError, "the worker is gone"), "the worker is gone"),
+        (anyio.sleep_forever, "row 3: the gateway did not close key key0 within 0.01 s"),
+    ],
+)
+@pytest.mark.parametrize("agent", [answering({"reward": 1}), raising(AgentError("401"))])
+async def test_a_gateway_that_closes_no_key_fails_the_rollout(
+    failure: Hook, text: str, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_module, "GATEWAY_LIMIT", 0.01)
+    gateway = MemoryGateway(on_close=failure)
+    rollout = await played(agent, gateway)
+    assert (rollout.status, rollout.cause) == ("failed", "infrastructure")
+    assert str(rollout.error) == text
+    assert len(rollout.trajectory) == 0
+    if rollout.reward is None:
+        assert rollout.error is not None
+        assert rollout.error.__notes__ == ["Before that the rollout was failed: 401"]
+    else:
+        assert rollout.result == {"reward": 1}
+
+
+@pytest.mark.parametrize("where", ["on_open", "on_close"])
+async def test_a_contract_error_of_the_gateway_is_raised(where: str) -> None:
+    gateway = MemoryGateway(**{where: failing(SettingsError, "s")})
+    sessions = Sessions(answering({}))
+    async with Background() as background:
+        with pytest.raises(SettingsError):
+            await play(gateway, sessions, background)
+    assert sessions.running == 0
+
+
+async def test_the_sessions_contract_error_is_not_hidden_by_the_gateway() -> None:
+    gateway = MemoryGateway(on_close=failing(GatewayError, "gone"))
+    async with Background() as background:
+        with pytest.raises(SettingsError):
+            await play(gateway, Sessions(raising(SettingsError("s"))), background)
+
+
+class OddError(AgentError):
+    """Needs more than a text."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (AgentError, AgentError),
+        (ValueError, SessionError),
+        (lambda text: OddError(401, text), AgentError),
+        (lambda text: ExceptionGroup("g", [SessionError(text)]), SessionError),
+    ],
+)
+async def test_a_key_shows_nowhere(
+    make: Callable[[str], Exception],
+    kind: type[TurnleafError],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    gateway = MemoryGateway()
+    key = ""
+
+    async def agent(payload: dict[str, Any]) -> None:
+        nonlocal key
+        key = payload["_config"]["api_key"]
+        raise make(f"Incorrect API key provided: {key}")
+
+    async def leave() -> None:
+        raise ValueError(f"while stopping {key}")
+
+    async with Background() as background:
+        rollout = await play(gateway, Sessions(agent, on_leave=leave), background)
+    assert type(rollout.error) is kind
+    assert "Incorrect API key provided: [key]" in str(rollout.error)
+    assert rollout.error.__cause__ is None
+    assert "while stopping [key]" in caplog.text
+    assert key
+    assert key not in caplog.text + repr(rollout)
+
+
+async def test_failures_are_logged_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    await played(raising(AgentError("no luck")), name="row 8")
+    assert [record.getMessage() for record in caplog.records] == ["row 8: failed (agent): no luck"]
+
+
+async def test_a_background_that_ends_first_is_a_mistake(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.RaisesGroup(pytest.RaisesExc(RuntimeError, match="row 3: the background tasks")):
+        async with anyio.create_task_group() as tasks, Background(limit=0.01) as background:
+            tasks.start_soon(play, MemoryGateway(), Sessions(hanging), background)
+            await anyio.wait_all_tasks_blocked()
+    assert "row 3: clean-up still running after 0.01 s; cancelled" in caplog.text
+
+
+@attrs.define(eq=False)
+class Weather:
+    """Rollouts whose every part pauses, fails or hangs by chance."""
+
+    chance: random.Random
+    gateway: MemoryGateway = attrs.field(init=False)
+    sessions: Sessions = attrs.field(init=False)
+    abort: anyio.Event = attrs.Factory(anyio.Event)
+    start_rate: StartRate = attrs.field(init=False)
+    rollouts: list[Rollout] = attrs.Factory(list)
+    many_ended: anyio.Event = attrs.Factory(anyio.Event)
+
+    def __attrs_post_init__(self) -> None:
+        self.gateway = MemoryGateway(on_open=self.pause_or_fail, on_close=self.pause)
+        self.sessions = Sessions(self.agent, on_enter=self.pause_or_fail, on_leave=self.pause)
+        self.start_rate = StartRate(50_000)
+
+    async def pause(self) -> None:
+        for _ in range(self.chance.randrange(8)):
+            await anyio.lowlevel.checkpoint()
+
+    async def pause_or_fail(self) -> None:
+        await self.pause()
+        if self.chance.random() < 0.05:
+            raise OSError("a hiccup")
+
+    async def agent(self, payload: dict[str, Any]) -> object:
+        secret = payload["_config"]["api_key"]
+        for _ in range(self.chance.randrange(4)):
+            if self.gateway.keys[secret].id in self.gateway.closed:
+                raise AgentError("401")
+            await self.gateway.sample(secret, self.pause)
+        end = self.chance.choice(["return", "return", "garbage", "raise", "contract", "hang"])
+        if end == "hang":
+            await anyio.sleep_forever()
+        if end == "raise":
+            raise ExceptionGroup("g", [ValueError("v")])
+        if end == "contract":
+            raise SettingsError("s")
+        return {"reward": 1.0} if end == "return" else "garbage"
+
+    async def play(self, background: Background, number: int) -> None:
+        cancelled_after = self.chance.choice([*[float("inf")] * 4, self.chance.uniform(0, 0.02)])
+        with anyio.move_on_after(cancelled_after), contextlib.suppress(ContractError):
+            rollout = await play(
+                self.gateway,
+                self.sessions,
+                background,
+                name=f"row {number}",
+                max_rollout_time=self.chance.choice([0.001, 0.01, 60]),
+                start_rate=self.start_rate,
+                abort=self.abort,
+            )
+            self.rollouts.append(rollout)
+            if len(self.rollouts) == 60:
+                self.many_ended.set()
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_of_many_rollouts_that_end_in_every_way_nothing_is_left_open(seed: int) -> None:
+    weather = Weather(random.Random(seed))
+    async with Background() as background, anyio.create_task_group() as tasks:
+        for number in range(200):
+            tasks.start_soon(weather.play, background, number)
+        await weather.many_ended.wait()
+        weather.abort.set()
+
+    assert weather.gateway.no_key_is_open()
+    assert weather.sessions.entered > 0
+    assert weather.sessions.running == 0
+    recorded = {id(trajectory) for trajectory in weather.gateway.recorded.values()}
+    for rollout in weather.rollouts:
+        assert id(rollout.trajectory) in recorded or len(rollout.trajectory) == 0
+        assert (rollout.error is None) == (rollout.status in ("completed", "truncated"))
+    assert {"completed", "aborted", "failed"} <= {rollout.status for rollout in weather.rollouts}

@@ -1,0 +1,205 @@
+import asyncio
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import anyio
+import pytest
+
+from turnleaf.core import Service, SettingsError
+
+# What waits for another thread fails here instead of hanging.
+PATIENCE = 10.0
+
+
+async def where() -> int:
+    await anyio.lowlevel.checkpoint()
+    return threading.get_ident()
+
+
+async def refuse() -> None:
+    raise SettingsError("bare")
+
+
+def test_callers_of_every_kind_share_one_thread() -> None:
+    async def ask(service: Service) -> int:
+        return await service.run(where)
+
+    with Service() as service, ThreadPoolExecutor() as threads:
+        loops = [threads.submit(anyio.run, ask, service) for _ in range(4)]
+        plain = [threads.submit(service.call, where) for _ in range(4)]
+        idents = {future.result(PATIENCE) for future in [*loops, *plain]}
+    assert len(idents) == 1
+    assert threading.get_ident() not in idents
+
+
+def test_a_first_use_raced_by_many_threads_starts_one_thread() -> None:
+    for _ in range(20):
+        barrier = threading.Barrier(8)
+        with Service() as service, ThreadPoolExecutor(8) as threads:
+
+            def race(service: Service = service, barrier: threading.Barrier = barrier) -> int:
+                barrier.wait(PATIENCE)
+                return service.call(where)
+
+            futures = [threads.submit(race) for _ in range(8)]
+            assert len({future.result(PATIENCE) for future in futures}) == 1
+
+
+def test_arguments_and_results_pass_through() -> None:
+    async def add(one: int, other: int) -> int:
+        return one + other
+
+    with Service() as service:
+        assert service.call(add, 1, 2) == 3
+        assert asyncio.run(service.run(add, 3, 4)) == 7
+
+
+def test_errors_arrive_bare() -> None:
+    with Service() as service:
+        with pytest.raises(SettingsError, match="bare"):
+            service.call(refuse)
+        with pytest.raises(SettingsError, match="bare"):
+            asyncio.run(service.run(refuse))
+
+
+def test_the_service_may_use_itself_but_not_wait_for_itself() -> None:
+    async def within(service: Service) -> int:
+        with pytest.raises(RuntimeError, match="cannot wait for itself"):
+            service.call(where)
+        with pytest.raises(RuntimeError, match="cannot wait for itself"):
+            service.close()
+        return await service.run(where)
+
+    with Service() as service:
+        assert service.call(within, service) == service.call(where)
+
+
+def test_cancelling_the_caller_cancels_the_work_and_nothing_else() -> None:
+    started, cancelled = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        started.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            cancelled.set()
+
+    async def caller(service: Service) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(service.run, work)
+            await anyio.to_thread.run_sync(started.wait, PATIENCE)
+            tasks.cancel_scope.cancel()
+
+    with Service() as service:
+        anyio.run(caller, service)
+        assert cancelled.wait(PATIENCE)
+        assert service.call(where)
+
+
+def test_work_that_cancels_itself_does_not_blame_the_service() -> None:
+    async def give_up() -> None:
+        raise asyncio.CancelledError
+
+    with Service() as service, pytest.raises(asyncio.CancelledError):
+        asyncio.run(service.run(give_up))
+
+
+def test_closing_cancels_what_runs_and_waits_for_the_clean_up() -> None:
+    cleaned: list[str] = []
+    started = threading.Barrier(3)
+
+    async def clean_up() -> None:
+        await anyio.wait_all_tasks_blocked()
+        cleaned.append("done")
+
+    async def work(service: Service) -> None:
+        try:
+            await anyio.to_thread.run_sync(started.wait, PATIENCE)
+            await anyio.sleep_forever()
+        finally:
+            service.background.start(clean_up, name="row 1")
+
+    async def caller(service: Service) -> None:
+        await service.run(work, service)
+
+    with ThreadPoolExecutor() as threads:
+        service = Service()
+        pending = [
+            threads.submit(service.call, work, service),
+            threads.submit(anyio.run, caller, service),
+        ]
+        started.wait(PATIENCE)
+        service.close()
+        for future in pending:
+            with pytest.raises(RuntimeError, match="the service is closed"):
+                future.result(PATIENCE)
+    assert cleaned == ["done", "done"]
+
+
+def test_closing_is_final_and_may_be_raced() -> None:
+    with ThreadPoolExecutor() as threads:
+        service = Service()
+        service.call(where)
+        closing = [threads.submit(service.close) for _ in range(8)]
+        for future in closing:
+            future.result(PATIENCE)
+    with pytest.raises(RuntimeError, match="the service is closed"):
+        service.call(where)
+    with pytest.raises(RuntimeError, match="the service is closed"):
+        asyncio.run(service.run(where))
+
+
+def test_every_use_that_races_a_close_ends() -> None:
+    def use(service: Service) -> str:
+        try:
+            service.call(where)
+        except RuntimeError as error:
+            return str(error)
+        return "done"
+
+    for _ in range(20):
+        with ThreadPoolExecutor(5) as threads:
+            service = Service()
+            uses = [threads.submit(use, service) for _ in range(4)]
+            threads.submit(service.close).result(PATIENCE)
+            ends = {future.result(PATIENCE) for future in uses}
+        assert ends <= {"done", "the service is closed"}
+
+
+def test_an_unused_service_has_no_thread_and_no_background() -> None:
+    before = threading.active_count()
+    service = Service()
+    with pytest.raises(RuntimeError, match="has not started"):
+        _ = service.background
+    service.close()
+    assert threading.active_count() == before
+
+
+LEFT_OPEN = """
+import anyio
+from turnleaf.core import Service
+
+service = Service()
+
+async def clean_up():
+    await anyio.wait_all_tasks_blocked()
+    print("cleaned up", flush=True)
+
+async def work():
+    service.background.start(clean_up, name="row 1")
+
+service.call(work)
+"""
+
+
+def test_the_interpreter_ends_only_after_the_clean_up() -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", LEFT_OPEN],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert (run.stdout, run.stderr) == ("cleaned up\n", "")

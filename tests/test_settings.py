@@ -1,0 +1,239 @@
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import yaml
+
+from turnleaf.core import Settings, SettingsError
+from turnleaf.core._settings import _path
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "settings.md"
+BACKEND = {"backend": "turnleaf.sessions.HttpSession", "url": "http://agent:8080"}
+
+
+def parsed(text: str = "", *, ignore_unknown_top_level: bool = False) -> Settings:
+    mapping = {"rollout_session_backend": BACKEND, **(yaml.safe_load(text) or {})}
+    return Settings.from_mapping(mapping, ignore_unknown_top_level=ignore_unknown_top_level)
+
+
+def refusal(text: str, *, ignore_unknown_top_level: bool = False) -> str:
+    with pytest.raises(SettingsError) as raised:
+        parsed(text, ignore_unknown_top_level=ignore_unknown_top_level)
+    return str(raised.value)
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    assert parsed() == Settings(
+        rollout_session_backend=BACKEND,
+        gateway_port=9090,
+        gateway_host=None,
+        max_rollout_time=900,
+        tps_limit=5,
+        model_id=None,
+        public_url=None,
+        client_reasoning="restore",
+        max_context_tokens=None,
+        tool_call_parser="auto",
+        reasoning_parser="auto",
+    )
+
+
+def test_every_setting_can_be_given() -> None:
+    settings = parsed("""
+        gateway_port: 0
+        gateway_host: 10.0.0.1
+        max_rollout_time: 1.5
+        tps_limit: 1.0e-5
+        model_id: a/b
+        turnleaf:
+          public_url: https://trainer.example.com:{port}/agents
+          history: {client_reasoning: as_sent}
+          max_context_tokens: 1
+          tool_call_parser: qwen25
+          reasoning_parser: qwen3
+    """)
+    assert settings == Settings(
+        rollout_session_backend=BACKEND,
+        gateway_port=0,
+        gateway_host="10.0.0.1",
+        max_rollout_time=1.5,
+        tps_limit=0.00001,
+        model_id="a/b",
+        public_url="https://trainer.example.com:{port}/agents",
+        client_reasoning="as_sent",
+        max_context_tokens=1,
+        tool_call_parser="qwen25",
+        reasoning_parser="qwen3",
+    )
+
+
+@pytest.mark.parametrize("text", ["turnleaf:", "turnleaf: {}", "turnleaf: {history: }"])
+def test_an_empty_section_changes_nothing(text: str) -> None:
+    assert parsed(text) == parsed()
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value", "expected"),
+    [
+        ("gateway_port: -1", "gateway_port", "-1", "a whole number from 0 to 65535"),
+        ("gateway_port: 65536", "gateway_port", "65536", "a whole number from 0 to 65535"),
+        ("gateway_port: yes", "gateway_port", "True", "a whole number from 0 to 65535"),
+        ("gateway_port: 9090.0", "gateway_port", "9090.0", "a whole number"),
+        ("gateway_port:", "gateway_port", "None", "a whole number"),
+        ("gateway_port: '9090'", "gateway_port", "'9090'", "without quotes"),
+        ("gateway_host: 10", "gateway_host", "10", "text or null"),
+        ("gateway_host: ''", "gateway_host", "''", "text or null"),
+        ("max_rollout_time: 0", "max_rollout_time", "0", "a number above 0"),
+        ("max_rollout_time: .inf", "max_rollout_time", "inf", "a number above 0"),
+        ("max_rollout_time: .nan", "max_rollout_time", "nan", "a number above 0"),
+        ("max_rollout_time: true", "max_rollout_time", "True", "a number above 0"),
+        ("max_rollout_time: 15m", "max_rollout_time", "'15m'", "a number above 0"),
+        ("tps_limit: 1e-5", "tps_limit", "'1e-5'", "1.0e-5"),
+        ("tps_limit: -5", "tps_limit", "-5", "a number above 0"),
+        ("model_id: [a]", "model_id", "['a']", "text or null"),
+        ("turnleaf: 5", "turnleaf", "5", "a mapping"),
+        ("turnleaf: {history: restore}", "turnleaf.history", "'restore'", "a mapping"),
+        (
+            "turnleaf: {history: {client_reasoning: drop}}",
+            "turnleaf.history.client_reasoning",
+            "'drop'",
+            "`restore` or `as_sent`",
+        ),
+        ("turnleaf: {max_context_tokens: 0}", "turnleaf.max_context_tokens", "0", "above 0"),
+        ("turnleaf: {max_context_tokens: 1e4}", "turnleaf.max_context_tokens", "'1e4'", "quotes"),
+        ("turnleaf: {tool_call_parser: null}", "turnleaf.tool_call_parser", "None", "text"),
+        ("turnleaf: {reasoning_parser: 3}", "turnleaf.reasoning_parser", "3", "text"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_expected(
+    text: str, name: str, value: str, expected: str
+) -> None:
+    message = refusal(text)
+    assert message.startswith(f"{name} is {value}, but must be ")
+    assert expected in message
+
+
+def test_only_numbers_as_text_are_said_to_be_numbers() -> None:
+    assert "YAML" not in refusal("max_rollout_time: 15m")
+    assert "YAML" not in refusal("turnleaf: {history: {client_reasoning: '5'}}")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://host",
+        "http://host:{port}",
+        "https://{port}.agents.example.com",
+        "https://host/gateway/{port}/",
+        "http://[::1]:{port}",
+    ],
+)
+def test_an_address_for_agents_is_accepted(address: str) -> None:
+    assert parsed(f"turnleaf: {{public_url: '{address}'}}").public_url == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "host:9090",
+        "ftp://host",
+        "http://",
+        "http://:9090",
+        "http://host:{prot}",
+        "http://host:{port",
+        "http://host:0",
+        "http://host:99999",
+        "http://host:x",
+        "http://[::1",
+        "http://user:secret@host",
+        "http://host?key=1",
+        "http://host#part",
+        "http://ho st",
+        " http://host",
+        "",
+    ],
+)
+def test_an_address_that_agents_cannot_use_is_refused(address: str) -> None:
+    message = refusal(f"turnleaf: {{public_url: '{address}'}}")
+    assert message.startswith("turnleaf.public_url is ")
+    assert "{port}" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "nearest"),
+    [
+        ("gatway_port: 1", "gatway_port", "gateway_port"),
+        ("turnleaf: {public_ulr: x}", "turnleaf.public_ulr", "turnleaf.public_url"),
+        ("turnleaf: {gateway_port: 1}", "turnleaf.gateway_port", "gateway_port"),
+        ("turnleaf: {client_reasoning: x}", None, "turnleaf.history.client_reasoning"),
+        ("turnleaf: {histroy: {}}", "turnleaf.histroy", "turnleaf.history"),
+        ("turnleaf.public_url: http://a", "'turnleaf.public_url'", "turnleaf.public_url"),
+        ("turnleaf: {1: 2}", "turnleaf.1", None),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(
+    text: str, name: str | None, nearest: str | None
+) -> None:
+    message = refusal(text)
+    assert message.startswith("unknown setting ")
+    assert name is None or name in message
+    assert nearest is None or message.endswith(f"the nearest valid one is {nearest!r}")
+
+
+def test_top_level_names_of_a_trainer_are_not_ours_to_judge() -> None:
+    text = "hf_checkpoint: a\ntps_limit: 7\nrollout_batch_size: 3"
+    assert parsed(text, ignore_unknown_top_level=True) == parsed("tps_limit: 7")
+    message = refusal("a: 1\nturnleaf: {a: 1}", ignore_unknown_top_level=True)
+    assert message.startswith("unknown setting 'turnleaf.a'")
+
+
+def test_the_session_backend_is_required() -> None:
+    with pytest.raises(SettingsError, match=r"^rollout_session_backend is missing; .*backend: "):
+        Settings.from_mapping({})
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        None,
+        "turnleaf.sessions.HttpSession",
+        {},
+        {"backend": None},
+        {"backend": "HttpSession"},
+        {"backend": "turnleaf.sessions:HttpSession"},
+        {"backend": "turnleaf..HttpSession"},
+        {"backend": "turnleaf.sessions.HttpSession", 1: 2},
+    ],
+)
+def test_a_session_backend_names_a_class(backend: object) -> None:
+    with pytest.raises(SettingsError, match=r"^rollout_session_backend is .* import path"):
+        Settings.from_mapping({"rollout_session_backend": backend})
+
+
+def documented() -> dict[str, tuple[str, str]]:
+    rows = re.findall(
+        r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \| .+ \|$", DOCUMENT.read_text(), re.MULTILINE
+    )
+    return {name: (kind, default) for name, kind, default in rows}
+
+
+def shown(field: "attrs.Attribute[Any]") -> str:
+    if field.default is attrs.NOTHING:
+        return "required"
+    return f"`{'null' if field.default is None else field.default}`"
+
+
+def test_the_table_of_settings_is_the_code() -> None:
+    assert documented() == {
+        _path(field): (field.validator.expects, shown(field))  # type: ignore[union-attr]
+        for field in attrs.fields(Settings)
+    }
+
+
+def test_the_example_in_the_documentation_is_valid() -> None:
+    (example,) = re.findall(r"```yaml\n(.+?)```", DOCUMENT.read_text(), re.DOTALL)
+    mapping: Mapping[str, Any] = yaml.safe_load(example)
+    assert Settings.from_mapping(mapping).public_url == "https://trainer.example.com:{port}"

@@ -1,0 +1,27 @@
+from importlib.metadata import version
+
+import pytest
+
+import turnleaf
+from turnleaf import core
+
+
+def test_what_is_public_is_there_and_is_cores_own():
+    for name in set(turnleaf.__all__) - {"__version__"}:
+        assert getattr(turnleaf, name) is getattr(core, name)
+    assert len(turnleaf.__all__) == len(set(turnleaf.__all__))
+
+
+def test_the_whole_error_tree_is_public():
+    errors = {name for name in core.__all__ if isinstance(getattr(core, name), type)}
+    errors = {name for name in errors if issubclass(getattr(core, name), turnleaf.TurnleafError)}
+    assert errors <= set(turnleaf.__all__)
+
+
+def test_the_version_is_the_distributions():
+    assert turnleaf.__version__ == version("turnleaf")
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(AttributeError, match="no attribute 'Trajectories'"):
+        turnleaf.Trajectories  # noqa: B018
