@@ -238,7 +238,7 @@ def replies(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def chats(draw: st.DrawFn) -> list[dict[str, Any]]:
+def agent_chats(draw: st.DrawFn) -> list[dict[str, Any]]:
     """A conversation that begins with a user, maybe after a system message."""
     chat: list[dict[str, Any]] = []
     if draw(st.booleans()):
@@ -339,16 +339,18 @@ bad_rewards = st.one_of(
 
 # Texts that messages are made of: any character at all, and what templates treat in a special way.
 chat_texts = st.lists(
-    st.one_of(st.text(max_size=12), st.sampled_from(["\n", " ", "None", "é", "e\u0301", "日本", '"'])),
+    st.one_of(
+        st.text(max_size=12), st.sampled_from(["\n", " ", "None", "é", "e\u0301", "日", '"'])
+    ),
     max_size=4,
 ).map("".join)
 
 # Control tokens, and pieces of them that only become one beside another piece.
 control_texts = st.lists(
     st.sampled_from(
-        ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_response>"]
-        + ["<tool_response>", "<", "<|", "<|im_", "start|>", "think>", ">", "|>", "</", "end|>"]
-        + ["a", "\n", " ", "123", "system\n"]
+        "<|im_start|> <|im_end|> <think> </think> <tool_call> <tool_response> </tool_response> "
+        "< <| <|im_ start|> think> > |> </ end|> a 123 system".split()
+        + ["\n", " "]
     ),
     max_size=6,
 ).map("".join)
@@ -396,10 +398,10 @@ output_texts = st.lists(
     st.one_of(
         st.text(max_size=5),
         st.sampled_from(
-            ["<tool_call>", "</tool_call>", "\n", "<think>", "</think>", '"', "{", "}", ":", ","]
+            '<tool_call> </tool_call> <think> </think> " { } : , NaN <function=f> </function> '
+            "<parameter=p> </parameter>".split()
             + ['{"name": "a", "arguments": {}}', '{"name": "b", "arguments": {"x": [1,  2]}}']
-            + ['{"name": "c"', ', "arguments": ', '{"t": "</tool_call>"}', "[" * 3000, "NaN"]
-            + ["<function=f>", "</function>", "<parameter=p>", "</parameter>", "\n\n"]
+            + ['{"name": "c"', ', "arguments": ', '{"t": "</tool_call>"}', "[" * 3000, "\n"]
         ),
     ),
     max_size=14,

@@ -4,13 +4,13 @@ import asyncio
 import json
 from typing import Any
 
-import anyio
 import httpx
 import numpy as np
 import openai
 import pytest
 
 from tests.gateway_stack import Stack, openai_client, renderer, running_gateway, tokenizer
+from tests.waiting import until
 from turnleaf.core import Leaf, Trajectory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.openai_client]
@@ -318,14 +318,11 @@ async def test_a_client_that_goes_away_frees_the_engine_and_its_turn_is_not_trai
         key = await stack.open()
         async with openai_client(key) as client:
             asking = asyncio.ensure_future(ask(client, [USER]))
-            while not stack.engine.calls:
-                await asyncio.sleep(0.01)
+            await until(lambda: bool(stack.engine.calls))
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
-            with anyio.fail_after(5):
-                while not len(stack.engine.ledger):
-                    await asyncio.sleep(0.01)
+            await until(lambda: len(stack.engine.ledger) > 0)
             assert stack.engine.calls[0].aborted
             await ask(client, [USER])
         trajectory = await stack.close(key)
@@ -339,8 +336,7 @@ async def test_closing_a_key_ends_its_calls(aborted: bool) -> None:
         key = await stack.open()
         async with openai_client(key) as client:
             asking = asyncio.ensure_future(ask(client, [USER]))
-            while not stack.engine.calls:
-                await asyncio.sleep(0.01)
+            await until(lambda: bool(stack.engine.calls))
             trajectory = await stack.close(key, aborted=aborted)
             with pytest.raises(openai.AuthenticationError, match="has ended"):
                 await asking
@@ -374,7 +370,7 @@ async def test_engine_failures_are_retried_and_lasting_ones_are_told() -> None:
     async with running_gateway([], engine_url="http://127.0.0.1:9", retry_budget=0.0) as stack:
         key = await stack.open()
         async with openai_client(key) as client:
-            with pytest.raises(openai.InternalServerError, match="127.0.0.1:9") as failed:
+            with pytest.raises(openai.InternalServerError, match=r"127\.0\.0\.1:9") as failed:
                 await ask(client, [USER])
         assert failed.value.status_code == 503
         await stack.close(key)

@@ -285,7 +285,7 @@ def test_arguments_that_are_no_json_object_stay_text(arguments: str) -> None:
     assert conversation.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
-@given(strategies.chats(), st.data())
+@given(strategies.agent_chats(), st.data())
 def test_a_recorded_reply_is_found_again_behind_any_continuation(
     chat: list[dict[str, Any]], data: st.DataObject
 ) -> None:

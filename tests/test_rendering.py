@@ -1,7 +1,6 @@
 import json
 import logging
 import re
-import shutil
 import unicodedata
 from collections.abc import Callable
 from datetime import datetime
@@ -12,8 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.strategies import chat_texts, chats, control_texts
 from turnleaf.core import ContractError, TokenIds
@@ -46,6 +44,31 @@ def tool(name: str, description: str = "Does it.") -> dict[str, Any]:
 
 
 TOOLS = [tool("search"), tool("run")]
+
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def small_tokenizer(vocabulary: list[str], merges: list[tuple[str, str]]) -> Tokenizer:
+    letters = {token: at for at, token in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.BPE(letters, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def small_checkpoint(target: Path, template: str | None) -> Path:
+    """A folder with a tokenizer of bytes and some control tokens, which loads quickly."""
+    folder = target / "model"
+    folder.mkdir(exist_ok=True)
+    tokenizer = small_tokenizer(ALPHABET, [])
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<think>", "</think>"])
+    tokenizer.add_special_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return folder
 
 
 def user(content: str) -> dict[str, Any]:
@@ -126,7 +149,6 @@ def in_every_place(text: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]
         assistant(text, tool_calls=[call("f", **{text or "k": [text, {text: 1}]})]),
         result(text),
         assistant(text),
-        {"role": "system", "content": text} if text == "never" else user(text),
         user(text),
     ]
     tools = [tool(text or "f", text)]
@@ -177,11 +199,9 @@ def test_spelled_out_tags_do_not_steer_the_template(load_renderer: Load) -> None
     assert "1</think>2<|im_end|>" in prompt
 
 
-def test_pieces_that_only_the_template_joins(
-    tmp_path: Path, checkpoint: Callable[..., Path]
-) -> None:
+def test_pieces_that_only_the_template_joins(tmp_path: Path) -> None:
     join = "{% for m in messages %}{{ m.content | trim }}{% endfor %}<{{ messages[0].content }}>"
-    renderer = Renderer.load(with_template(checkpoint("qwen3"), tmp_path, join))
+    renderer = Renderer.load(small_checkpoint(tmp_path, join))
     pieces = renderer.render([user("<|im_ \n"), user("start|>"), user("<"), user("think>")])
     assert renderer.decode(pieces).startswith("<|im_start|><think>")
     assert controls(renderer, pieces) == []
@@ -194,14 +214,12 @@ def test_half_a_surrogate_pair_is_rendered(load_renderer: Load) -> None:
     assert "a\ufffdb" in renderer.decode(renderer.render([user("a\ud800b")]))
 
 
-def test_template_errors_are_about_the_messages(
-    tmp_path: Path, checkpoint: Callable[..., Path]
-) -> None:
+def test_template_errors_are_about_the_messages(tmp_path: Path) -> None:
     picky = (
         "{% for m in messages %}{% if m.role == 'tool' %}"
         "{{ raise_exception('no tools: ' + m.content) }}{% endif %}{{ m.content + '' }}{% endfor %}"
     )
-    renderer = Renderer.load(with_template(checkpoint("qwen3"), tmp_path, picky))
+    renderer = Renderer.load(small_checkpoint(tmp_path, picky))
     with pytest.raises(RenderError, match=r"no tools: <think>x"):
         renderer.render([user("q"), result("<think>x")])
     with pytest.raises(RenderError, match="cannot render these messages"):
@@ -215,27 +233,26 @@ def test_template_errors_are_about_the_messages(
         renderer.render([user("q"), assistant("", tool_calls=[call("f", a=nested)])])
 
 
-def test_template_that_cuts_a_stand_in_is_refused(
-    tmp_path: Path, checkpoint: Callable[..., Path]
-) -> None:
+def test_template_that_cuts_a_stand_in_is_refused(tmp_path: Path) -> None:
     cuts = "{% for m in messages %}{{ m.content[:30] }}{% endfor %}"
-    renderer = Renderer.load(with_template(checkpoint("qwen3"), tmp_path, cuts))
+    renderer = Renderer.load(small_checkpoint(tmp_path, cuts))
     renderer.render([user("fine " * 10)])
     with pytest.raises(RenderError, match="control token"):
         renderer.render([user("<think>")])
 
 
-def test_the_clock_is_frozen(tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
-    template = "\n{% set d = strftime_now('%d %b %Y') %}{{ d }}{% if 1 %}\n{% endif %}{{ messages[0].content }}"
-    folder = with_template(checkpoint("qwen3"), tmp_path, template)
+def test_the_clock_is_frozen(tmp_path: Path) -> None:
+    template = (
+        "\n{% set d = strftime_now('%d %b %Y') %}{{ d }}{% if 1 %}\n{% endif %}"
+        "{{ messages[0].content }}"
+    )
+    folder = small_checkpoint(tmp_path, template)
     renderer = Renderer.load(folder)
     clock = datetime(1999, 12, 31)
     assert renderer.decode(renderer.render([user("q")], clock=clock)) == "\n31 Dec 1999q"
     today = renderer.decode(renderer.render([user("q")]))
     assert re.fullmatch(r"\n\d\d \w{3} 20\d\dq", today)
-    computed = with_template(
-        checkpoint("qwen3"), tmp_path, "{{ strftime_now(messages[0].content) }}"
-    )
+    computed = small_checkpoint(tmp_path, "{{ strftime_now(messages[0].content) }}")
     with pytest.raises(ContractError, match="strftime_now"):
         Renderer.load(computed)
 
@@ -268,10 +285,10 @@ def test_extending_equals_rendering_anew(
     middle = full[: -len(extended)]
     assert middle[-1] == IM_END
     if middle[: len(prompt)] != prompt:
-        # The prompt ends in a scaffold of empty reasoning that the template later leaves out.
-        bare = re.compile(r"<think>\s*(</think>\s*)?$")
-        head = bare.sub("", renderer.decode(np.array(prompt)))
-        assert renderer.decode(np.array(middle)).startswith(head)
+        # A scaffold of empty reasoning is what the template may leave out later.
+        scaffold = re.compile(r"<think>\s*(</think>\s*|$)")
+        before, after = (renderer.decode(np.array(part)) for part in (prompt, middle))
+        assert scaffold.sub("", after).startswith(scaffold.sub("", before))
         return
     parsed = renderer.parse(
         np.array(middle[len(prompt) :]), tools=tools, finish_reason="stop", matched=IM_END
@@ -388,22 +405,23 @@ def test_reasoning_that_the_template_never_shows(load_renderer: Load) -> None:
     "template",
     [
         # The past depends on how much follows.
-        "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}",
+        "{{ messages | length }}"
+        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}",
         # Tools are told before the last user message only.
-        "{% for m in messages %}{% if tools and m.role == 'user' and loop.index0 + 1 == messages | "
-        "map(attribute='role') | list | length %}{{ tools | tojson }}{% endif %}<|im_start|>"
-        "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>{% endfor %}",
+        "{% set last = namespace(user=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set last.user = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
+        "{% if tools and loop.index0 == last.user %}{{ tools | tojson }}{% endif %}"
+        "<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
         # A turn's close is ordinary text, whose tokens depend on the reply.
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
     ],
 )
 def test_template_that_rewrites_the_past_is_rendered_in_full(
     tmp_path: Path,
-    checkpoint: Callable[..., Path],
     caplog: pytest.LogCaptureFixture,
     template: str,
 ) -> None:
-    folder = with_template(checkpoint("qwen3"), tmp_path, template)
+    folder = small_checkpoint(tmp_path, template)
     with caplog.at_level(logging.WARNING):
         renderer = Renderer.load(folder)
     assert "rendered in full" in caplog.text
@@ -411,15 +429,13 @@ def test_template_that_rewrites_the_past_is_rendered_in_full(
     assert renderer.extend(reply, array(IM_END), [user("b")], TOOLS, reasoning=False) is None
 
 
-def test_roles_that_the_template_refuses_are_rendered_in_full(
-    tmp_path: Path, checkpoint: Callable[..., Path]
-) -> None:
+def test_roles_that_the_template_refuses_are_rendered_in_full(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'system' and loop.index0 %}"
         "{{ raise_exception('system comes first') }}{% endif %}"
         "<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     )
-    renderer = Renderer.load(with_template(checkpoint("qwen3"), tmp_path, template))
+    renderer = Renderer.load(small_checkpoint(tmp_path, template))
     late = [{"role": "system", "content": "s"}, user("b")]
     assert renderer.extend(assistant("a"), array(IM_END), late, reasoning=False) is None
     assert renderer.extend(assistant("a"), array(IM_END), late[1:], reasoning=False) is not None
@@ -550,21 +566,6 @@ def test_no_output_breaks_the_parser(load_renderer: Load, data: st.DataObject) -
 # Loading
 
 
-def with_template(source: Path, target: Path, template: str | None) -> Path:
-    """A copy of a checkpoint with another chat template, or none."""
-    folder = target / "model"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    for path in source.iterdir():
-        if path.name == "tokenizer.json":
-            (folder / path.name).symlink_to(path)
-        elif path.suffix == ".json":
-            shutil.copy(path, folder)
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    return folder
-
-
 def test_what_a_checkpoint_says(load_renderer: Load) -> None:
     renderer = load_renderer("qwen3", "qwen3")
     assert renderer.max_context == 40960
@@ -573,9 +574,9 @@ def test_what_a_checkpoint_says(load_renderer: Load) -> None:
     assert load_renderer("qwen2.5", "qwen2_5").max_context == 32768
 
 
-def test_configuration_is_optional(tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+def test_configuration_is_optional(tmp_path: Path) -> None:
     template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-    folder = with_template(checkpoint("qwen3"), tmp_path, template)
+    folder = small_checkpoint(tmp_path, template)
     (folder / "generation_config.json").unlink()
     (folder / "config.json").write_text('{"text_config": {"max_position_embeddings": 7}}')
     assert Renderer.load(folder).max_context == 7
@@ -596,31 +597,20 @@ def test_what_cannot_be_loaded(tmp_path: Path, checkpoint: Callable[..., Path]) 
     with pytest.raises(ContractError, match=r"no tokenizer\.json"):
         Renderer.load(tmp_path)
     with pytest.raises(ContractError, match=r"no chat template; put .*chat_template\.jinja there"):
-        Renderer.load(with_template(source, tmp_path, None))
+        Renderer.load(small_checkpoint(tmp_path, None))
     with pytest.raises(ContractError, match="cannot render a single user message"):
-        Renderer.load(with_template(source, tmp_path, "{% if %}"))
+        Renderer.load(small_checkpoint(tmp_path, "{% if %}"))
     with pytest.raises(ContractError, match=r"'hermees' is not a parser; did you mean 'hermes'"):
         Renderer.load(source, tool_call_parser="hermees")
     with pytest.raises(ContractError, match=r"reasoning_parser: 'qwen4'"):
         Renderer.load(source, reasoning_parser="qwen4")
     with pytest.raises(ContractError, match="'tokenize' has a name that is taken"):
         Renderer.load(source, template_arguments={"tokenize": True})
-    broken = with_template(source, tmp_path, "x")
+    broken = small_checkpoint(tmp_path, "x")
     (broken / "tokenizer.json").unlink()
     (broken / "tokenizer.json").write_text("{}")
     with pytest.raises(ContractError, match="cannot be read"):
         Renderer.load(broken)
-
-
-def small_tokenizer(vocabulary: list[str], merges: list[tuple[str, str]]) -> Tokenizer:
-    letters = {token: at for at, token in enumerate(vocabulary)}
-    tokenizer = Tokenizer(models.BPE(letters, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def test_added_tokens_that_the_vocabulary_lists_too() -> None:
@@ -654,8 +644,6 @@ def test_added_token_that_text_merges_into() -> None:
     ],
 )
 def test_added_tokens_that_cannot_be_told_from_text(options: dict[str, Any], reason: str) -> None:
-    from tokenizers import AddedToken
-
     backend = small_tokenizer(ALPHABET, [])
     backend.normalizer = normalizers.NFC()
     content = options.pop("content")
@@ -670,8 +658,3 @@ def test_tokenizer_that_treats_pieces_unlike_the_whole() -> None:
     backend.add_special_tokens(["<x>"])
     with pytest.raises(ContractError, match="differently"):
         ControlledTokenizer(backend)
-
-
-def test_tokenizers_are_those_that_training_loads(checkpoint: Callable[..., Path]) -> None:
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(checkpoint("qwen3")))
-    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == IM_END

@@ -14,6 +14,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     try:
         from turnleaf.cli._app import run
+    except KeyboardInterrupt:
+        sys.exit(130)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "turnleaf":
             raise

@@ -13,8 +13,7 @@ import anyio.to_thread
 import attrs
 from rich.console import Console
 
-from turnleaf.adapters.mock import FileTokenizer
-from turnleaf.adapters.mock._checkpoint import cached_checkpoint
+from turnleaf.adapters.mock import FileTokenizer, cached_checkpoint
 from turnleaf.cli._setup import SCRIPTED_REPLY, Plan
 from turnleaf.core import (
     Background,

@@ -36,17 +36,18 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         raise ContractError(
             f"{folder} has no tokenizer.json; save the model's fast tokenizer into that folder"
         )
+    config = _read_json(folder / "config.json")
+    generation = _read_json(folder / "generation_config.json")
     try:
         # Not AutoTokenizer: the classes it chooses replace parts of what tokenizer.json says.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
         raise ContractError(f"the tokenizer in {folder} cannot be read: {error}") from error
-    config = _read_json(folder / "config.json")
     text_config = config.get("text_config")
     configs = [config, text_config] if isinstance(text_config, dict) else [config]
     limits = [found.get("max_position_embeddings") for found in configs]
     ends = [
-        _read_json(folder / "generation_config.json").get("eos_token_id"),
+        generation.get("eos_token_id"),
         tokenizer.eos_token_id,
         *(found.get("eos_token_id") for found in configs),
     ]
