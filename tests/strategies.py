@@ -347,10 +347,10 @@ chat_texts = st.lists(
 
 # Control tokens, and pieces of them that only become one beside another piece.
 control_texts = st.lists(
-    st.sampled_from(
-        "<|im_start|> <|im_end|> <think> </think> <tool_call> <tool_response> </tool_response> "
-        "< <| <|im_ start|> think> > |> </ end|> a 123 system".split()
-        + ["\n", " "]
+    st.one_of(
+        st.sampled_from(["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>"]),
+        st.sampled_from(["<tool_response>", "</tool_response>", "a", "123", "system", "\n", " "]),
+        st.sampled_from(["<", "<|", "<|im_", "start|>", "think>", ">", "|>", "</", "end|>"]),
     ),
     max_size=6,
 ).map("".join)
@@ -397,12 +397,11 @@ def chats(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> list[dict[str, Any]
 output_texts = st.lists(
     st.one_of(
         st.text(max_size=5),
-        st.sampled_from(
-            '<tool_call> </tool_call> <think> </think> " { } : , NaN <function=f> </function> '
-            "<parameter=p> </parameter>".split()
-            + ['{"name": "a", "arguments": {}}', '{"name": "b", "arguments": {"x": [1,  2]}}']
-            + ['{"name": "c"', ', "arguments": ', '{"t": "</tool_call>"}', "[" * 3000, "\n"]
-        ),
+        st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", "\n"]),
+        st.sampled_from(["<function=f>", "</function>", "<parameter=p>", "</parameter>"]),
+        st.sampled_from(['"', "{", "}", ":", ",", "NaN", "[" * 3000, '{"t": "</tool_call>"}']),
+        st.sampled_from(['{"name": "a", "arguments": {"x": [1,  2]}}', '{"name": "c"', "{}"]),
+        st.just(', "arguments": '),
     ),
     max_size=14,
 ).map("".join)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import leaf_batches
 
-from turnleaf.core import SettingsError
-from turnleaf.core._advantages import ESTIMATORS, group_advantages
+from turnleaf.core import ESTIMATORS, SettingsError, group_advantages
 
 SCALED = ("grpo", "gspo", "cispo")
 estimators = st.sampled_from(ESTIMATORS)
@@ -109,14 +108,18 @@ def test_a_rollout_in_two_groups_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "nearest"),
-    [("grop", "grpo"), ("gspo ", "gspo"), ("RLOO", "rloo"), ("ppo", "gspo"), ("", "grpo")],
+    [("grop", "grpo"), ("gspo ", "gspo"), ("reinforce_plus_plus", "reinforce_plus_plus_baseline")],
 )
 def test_an_unknown_estimator_is_answered_with_the_nearest(asked: str, nearest: str) -> None:
-    with pytest.raises(SettingsError, match=f"estimator '{asked}' is unknown") as caught:
+    message = f"estimator '{asked}' is unknown; did you mean '{nearest}'.*grpo, gspo, cispo"
+    with pytest.raises(SettingsError, match=message):
         advantages([1], [0], [0], estimator=asked)
-    assert any(f"did you mean {name!r}" in str(caught.value) for name in ESTIMATORS)
-    if asked in ("grop", "gspo "):
-        assert f"did you mean {nearest!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("asked", ["", "☃", None])
+def test_an_estimator_like_none_of_ours_is_refused_too(asked: Any) -> None:
+    with pytest.raises(SettingsError, match="is unknown; did you mean"):
+        advantages([1], [0], [0], estimator=asked)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +244,7 @@ def test_forks_and_removed_rollouts_change_nothing_for_the_others(
     np.testing.assert_allclose(result, expected, rtol=1e-9, atol=1e-9)
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False, width=32), st.integers(2, 9), estimators)
+@given(st.floats(-3e38, 3e38), st.integers(1, 9), estimators)
 def test_equal_rewards_have_no_advantage_at_all(reward: float, count: int, estimator: str) -> None:
     for normalize_std in (False, True):
         result = advantages(

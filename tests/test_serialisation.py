@@ -219,6 +219,12 @@ def test_a_later_version_is_refused_by_number() -> None:
         Trajectory.from_json('{"version": 2, "turns": []}')
 
 
+def test_a_version_of_any_size_makes_a_short_message() -> None:
+    with pytest.raises(TrajectoryError, match="of version") as caught:
+        Trajectory.from_json(json.dumps({"version": "x" * 10_000, "turns": []}))
+    assert len(str(caught.value)) < 200
+
+
 def test_a_long_turn_is_small_and_quick_beside_lists_of_numbers() -> None:
     count = 100_000
     random = np.random.default_rng(0)

@@ -23,6 +23,7 @@ from turnleaf.core import (
     TrajectoryError,
     Turn,
     TurnleafError,
+    group_advantages,
     run_rollout,
 )
 
@@ -51,6 +52,7 @@ __all__ = [
     "Turn",
     "TurnleafError",
     "__version__",
+    "group_advantages",
     "run_rollout",
 ]
 

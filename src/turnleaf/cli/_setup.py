@@ -40,10 +40,8 @@ class Plan:
 
     engine, model: who samples, and the folder of its checkpoint; both None when the replies are
     scripted. replies: what the script says; empty for `SCRIPTED_REPLY`, over and over.
-    agent: how the agent was named on the command line.
     """
 
-    agent: str
     payload: dict[str, Any]
     settings: Settings
     session: Callable[[], RolloutSession]
@@ -61,14 +59,12 @@ def make_plan(options: Options) -> Plan:
     """Check every option and load the agent; raises ContractError that says what to change."""
     _check_engine(options)
     payload = _payload(options.payload)
-    mapping, agent = _settings(options)
-    settings = Settings.from_mapping(mapping)
+    settings = Settings.from_mapping(_settings(options))
     folder = str(Path.cwd())
     if options.agent is not None and folder not in sys.path:
         # As `python -m` does; an installed command has its own folder there instead.
         sys.path.insert(0, folder)
     return Plan(
-        agent=agent,
         payload=payload,
         settings=settings,
         session=session_factory(settings.rollout_session_backend),
@@ -120,8 +116,8 @@ def _payload(text: str) -> dict[str, Any]:
     return payload
 
 
-def _settings(options: Options) -> tuple[dict[str, Any], str]:
-    """The configuration as a mapping, and how the agent was named."""
+def _settings(options: Options) -> dict[str, Any]:
+    """The configuration as a mapping, with the one agent that the options name."""
     backends = {
         f"AGENT {options.agent}": (options.agent, "LocalSession", "target"),
         f"--url {options.url}": (options.url, "HttpSession", "url"),
@@ -144,10 +140,10 @@ def _settings(options: Options) -> tuple[dict[str, Any], str]:
             f"exactly one agent is run, but {given}: give agent.py:run, package.module:run, "
             "--url URL, or a --config with rollout_session_backend"
         )
-    name, mapping["rollout_session_backend"] = named.popitem()
+    (mapping["rollout_session_backend"],) = named.values()
     if options.max_rollout_time is not None:
         mapping["max_rollout_time"] = options.max_rollout_time
-    return mapping, name.removeprefix("AGENT ")
+    return mapping
 
 
 def _yaml(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The backend-neutral core: turns, trajectories, leaves, rollouts and leaf-aware advantages."""
 
+from turnleaf.core._advantages import ESTIMATORS, group_advantages
 from turnleaf.core._background import Background
 from turnleaf.core._errors import *  # noqa: F403  # the error tree is public as a whole
 from turnleaf.core._errors import __all__ as _errors
@@ -21,6 +22,7 @@ from turnleaf.core._turn import (
 )
 
 __all__ = [
+    "ESTIMATORS",
     "Background",
     "Exclusion",
     "FinishReason",
@@ -43,5 +45,6 @@ __all__ = [
     "TurnTimings",
     "WeightSpan",
     *_errors,
+    "group_advantages",
     "run_rollout",
 ]

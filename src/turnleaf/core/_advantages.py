@@ -123,6 +123,7 @@ def _of_rollouts(
     apart = reward - origin[group]
     centred = apart - (np.bincount(group, weights=apart) / voters)[group]
 
+    # A rollout that votes alone is 0 from its own mean, so that any scale leaves it at 0.
     others = np.maximum(voters - 1, 1)
     scale = np.ones(len(voters), dtype=np.float64)
     if estimator == "rloo":
@@ -130,7 +131,7 @@ def _of_rollouts(
     elif normalize_std and estimator in _SCALABLE:
         std = np.sqrt(np.bincount(group, weights=centred**2) / others)
         scale = np.where(std < _EPSILON, 0.0, 1.0 / (std + _EPSILON))
-    advantage[votes] = centred * np.where(voters < 2, 0.0, scale)[group]
+    advantage[votes] = centred * scale[group]
     return advantage
 
 

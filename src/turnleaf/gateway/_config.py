@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 import cattrs
+from cattrs.errors import ForbiddenExtraKeysError
 
 from turnleaf.core import ContractError
 from turnleaf.gateway._history import ClientReasoning
@@ -58,7 +59,7 @@ class WorkerConfig:
         """Read what `to_mapping` wrote; raises ContractError that names what does not fit."""
         try:
             return _converter.structure(mapping, cls)
-        except (cattrs.BaseValidationError, ValueError, TypeError, KeyError) as error:
+        except (ForbiddenExtraKeysError, ValueError, TypeError, KeyError) as error:
             raise ContractError(
                 f"the worker's configuration is not valid: {type(error).__name__}: {error}"
             ) from None

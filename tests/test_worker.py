@@ -1,0 +1,238 @@
+"""The worker as it really runs: a process of its own, spoken to over HTTP."""
+
+import json
+import signal
+import socket
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import anyio
+import attrs
+import httpx
+import pytest
+
+from tests.gateway_stack import checkpoint, tokenizer
+from turnleaf.adapters.mock import Ledger, ScriptedEngine, compare, serve_engine
+from turnleaf.agent import trajectory as own_trajectory
+from turnleaf.core import Background, ContractError, GatewayError, Trajectory, run_rollout
+from turnleaf.gateway import GatewayClient, WorkerConfig, run_worker
+from turnleaf.gateway._child import child_process
+from turnleaf.gateway._config import PORTS
+from turnleaf.gateway._worker import listen
+from turnleaf.sessions import LocalSession
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def engine_url(anyio_backend: str) -> AsyncIterator[str]:
+    script = {"*": [{"text": "Hello there."}, {"text": "Bye."}]}
+    stop_token_id = tokenizer().encode("<|im_end|>")[0]
+    engine = ScriptedEngine(script, tokenizer=tokenizer(), stop_token_id=stop_token_id)
+    async with serve_engine(engine) as url:
+        yield url
+
+
+def config(engine_url: str, **changes: Any) -> WorkerConfig:
+    model = str(checkpoint("qwen3"))
+    fields = {"model": model, "control_token": "token-of-control", "port": 0} | changes
+    return WorkerConfig(engine_url=engine_url, **fields)
+
+
+def say_hello(payload: dict[str, Any]) -> dict[str, Any]:
+    """An agent that uses nothing but HTTP, and looks at what was recorded of it."""
+    told = payload["_config"]
+    reply = httpx.post(
+        f"{told['base_url']}/chat/completions",
+        json={"model": told["model_id"], "messages": [{"role": "user", "content": "Hi"}]},
+        headers={"authorization": f"Bearer {told['api_key']}"},
+    )
+    text = reply.json()["choices"][0]["message"]["content"]
+    return {"reward": len(own_trajectory(told).turns), "text": text}
+
+
+async def rolled_out(gateway: GatewayClient, agent: Any, name: str = "r") -> Any:
+    async with Background() as background:
+        return await run_rollout(
+            {"question": 1},
+            session=lambda: LocalSession(target=agent),
+            gateway=gateway,
+            background=background,
+            model_id="m",
+            sampling={},
+            name=name,
+        )
+
+
+async def test_a_rollout_through_real_processes_balances(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    engine = {
+        "script": {"*": [{"text": "Hello there."}]},
+        "tokenizer": str(checkpoint("qwen3") / "tokenizer.json"),
+        "stop_token_id": tokenizer().encode("<|im_end|>")[0],
+        "ledger": str(path),
+    }
+    async with (
+        child_process("turnleaf.adapters.mock.scripted", engine) as child,
+        run_worker(config(child.ready["url"])) as gateway,
+    ):
+        rollout = await rolled_out(gateway, say_hello)
+        assert rollout.status == "completed", rollout.error
+        assert rollout.reward == 1
+        assert rollout.result["text"] == "Hello there."
+        (leaf,) = rollout.trajectory.leaves()
+        trained = leaf.tokens[leaf.loss_mask].tolist()
+        assert tokenizer().decode(trained) == "Hello there.<|im_end|>"
+    report = compare(Ledger.read(path), [rollout.trajectory])
+    report.raise_for_problems()
+    assert report.trained == len(trained)
+
+
+async def test_control_wants_its_token_and_names_what_is_wrong(engine_url: str) -> None:
+    async with run_worker(config(engine_url)) as gateway:
+        control = str(gateway._http.base_url)
+        right = {"authorization": "Bearer token-of-control"}
+        async with httpx.AsyncClient(base_url=control) as http:
+            for method, path in (
+                ("POST", "/keys"),
+                ("DELETE", "/keys?purpose=train"),
+                ("DELETE", "/keys/key-1"),
+                ("GET", "/readyz"),
+            ):
+                for headers in ({}, {"authorization": "Bearer other"}):
+                    response = await http.request(method, path, headers=headers)
+                    assert response.status_code == 401, path
+            assert (await http.get("/readyz", headers=right)).json() == {"status": "ready"}
+            good = {"name": "r", "sampling": {}, "purpose": "train", "expires_in": 5}
+            for change, field in (
+                ({"name": ""}, "name"),
+                ({"name": "a\nb"}, "name"),
+                ({"sampling": []}, "sampling"),
+                ({"sampling": {"max_new_tokens": 0}}, "sampling.max_new_tokens"),
+                ({"purpose": "test"}, "purpose"),
+                ({"expires_in": 0}, "expires_in"),
+                ({"expires_in": True}, "expires_in"),
+                ({"expires_in": None}, "expires_in"),
+            ):
+                response = await http.post("/keys", json=good | change, headers=right)
+                assert response.status_code == 400, change
+                assert response.json()["error"]["param"] == field
+            unknown = await http.delete("/keys/key-1", headers=right)
+            assert unknown.status_code == 404
+        with pytest.raises(GatewayError, match="key-1"):
+            await gateway.close_key("key-1")
+        key = await gateway.open_key(name="r", sampling={}, purpose="train", expires_in=60)
+        assert key.secret not in repr(key)
+        await gateway.close_all("train")
+        assert await gateway.close_key(key.id) == Trajectory()
+    with pytest.raises(GatewayError, match="did not answer"):
+        await GatewayClient(control, "t", base_url="").close_all("train")
+
+
+async def test_bad_configuration_is_told_by_its_remedy(engine_url: str, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (bare / name).write_bytes((checkpoint("qwen3") / name).read_bytes())
+    (bare / "config.json").write_text("{}")
+    for changes, remedy in (
+        ({"model": str(tmp_path / "nowhere")}, "not a folder"),
+        ({"model": str(bare)}, "chat_template.jinja"),
+        ({"tool_call_parser": "hermess"}, "did you mean 'hermes'"),
+        ({"engine_url": "http://127.0.0.1:9"}, "Start it, or correct its address"),
+        ({"host": "192.0.2.1"}, "name an address of this machine"),
+    ):
+        fields = {"engine_url": engine_url} | changes
+        with pytest.raises(ContractError, match=remedy):
+            async with run_worker(config(**fields)):
+                pass
+    bare.joinpath("chat_template.jinja").write_bytes(
+        (checkpoint("qwen3") / "chat_template.jinja").read_bytes()
+    )
+    with pytest.raises(ContractError, match=r"turnleaf\.max_context_tokens"):
+        async with run_worker(config(engine_url, model=str(bare))):
+            pass
+    with pytest.raises(ContractError, match="prot"):
+        WorkerConfig.from_mapping(config(engine_url).to_mapping() | {"prot": 1})
+
+
+def first_of_a_free_range() -> int:
+    while True:
+        with ExitStack() as held, socket.create_server(("127.0.0.1", 0)) as probe:
+            first = int(probe.getsockname()[1])
+            try:
+                for port in range(first + 1, first + PORTS):
+                    held.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+        return first
+
+
+async def test_workers_take_the_first_free_port_of_their_range(engine_url: str) -> None:
+    first = first_of_a_free_range()
+    with socket.create_server(("127.0.0.1", first)):
+        async with run_worker(config(engine_url, port=first)) as gateway:
+            assert gateway.base_url == f"http://127.0.0.1:{first + 1}/v1"
+            named = config(
+                engine_url, port=first, model_id="m", public_url="https://out.example:{port}/w/"
+            )
+            async with run_worker(named) as other:
+                assert other.base_url == f"https://out.example:{first + 2}/w/v1"
+
+
+def test_a_range_in_use_is_refused_with_the_setting() -> None:
+    first = first_of_a_free_range()
+    with ExitStack() as held:
+        for port in range(first, first + PORTS):
+            held.enter_context(listen("127.0.0.1", port))
+        with (
+            pytest.raises(ContractError, match=f"ports {first} to .* set gateway_port"),
+            listen("127.0.0.1", first),
+        ):
+            pass
+
+
+async def test_a_killed_trainer_takes_its_worker_along(engine_url: str, tmp_path: Path) -> None:
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text(
+        textwrap.dedent(
+            """
+            import json, sys, anyio
+            from turnleaf.gateway import WorkerConfig, run_worker
+
+            async def main():
+                async with run_worker(WorkerConfig.from_mapping(json.loads(sys.argv[1]))) as it:
+                    print(it.base_url, flush=True)
+                    await anyio.sleep_forever()
+
+            anyio.run(main)
+            """
+        )
+    )
+    mapping = json.dumps(config(engine_url).to_mapping())
+    async with (
+        await anyio.open_process([sys.executable, str(trainer), mapping]) as process,
+        httpx.AsyncClient() as http,
+    ):
+        assert process.stdout is not None
+        base_url = (await process.stdout.receive()).decode().strip()
+        health = base_url.removesuffix("/v1") + "/healthz"
+        assert (await http.get(health)).status_code == 200
+        process.send_signal(signal.SIGKILL)
+        with anyio.fail_after(20):
+            while True:
+                try:
+                    await http.get(health)
+                except httpx.TransportError:
+                    break
+
+
+def test_a_configuration_survives_the_pipe() -> None:
+    one = config("http://127.0.0.1:9", max_context_tokens=5, template_arguments={"a": [1]})
+    assert WorkerConfig.from_mapping(json.loads(json.dumps(one.to_mapping()))) == one
+    assert "token-of-control" not in repr(one)
+    assert attrs.evolve(one, port=1).port == 1
