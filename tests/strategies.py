@@ -1,6 +1,7 @@
 """Every hypothesis strategy of the tests, and the models that some of them carry along."""
 
 import json
+import re
 from typing import Any, get_args
 
 import attrs
@@ -259,7 +260,7 @@ def agent_chats(draw: st.DrawFn) -> list[dict[str, Any]]:
 def as_some_client_sends(draw: st.DrawFn, message: dict[str, Any]) -> dict[str, Any]:
     """The same message after the changes that real clients make to it."""
     sent = dict(message)
-    content = message["content"]
+    content = message["content"] or ""
     forms: list[Any] = [content, [{"type": "text", "text": content}], f"\n{content} "]
     sent["content"] = draw(st.sampled_from(forms))
     if not content.strip() and draw(st.booleans()):
@@ -337,13 +338,19 @@ bad_rewards = st.one_of(
 )
 
 
-# Texts that messages are made of: any character at all, and what templates treat in a special way.
-chat_texts = st.lists(
-    st.one_of(
-        st.text(max_size=12), st.sampled_from(["\n", " ", "None", "é", "e\u0301", "日", '"'])
-    ),
-    max_size=4,
-).map("".join)
+# Texts that messages are made of: any character at all, and what templates treat in a special way,
+# but nothing that could be a control token.
+chat_texts = (
+    st.lists(
+        st.one_of(
+            st.text(max_size=12),
+            st.sampled_from(["\n", " ", "None", "é", "e\u0301", "日", '"', "<", ">"]),
+        ),
+        max_size=4,
+    )
+    .map("".join)
+    .filter(lambda text: not re.search(r"<[^<]+>", text))
+)
 
 # Control tokens, and pieces of them that only become one beside another piece.
 control_texts = st.lists(

@@ -15,7 +15,7 @@ import turnleaf
 from turnleaf.cli._run import Outcome
 from turnleaf.cli._setup import Plan
 from turnleaf.cli._tokens import Span, spans
-from turnleaf.core import Leaf, Trajectory, Turn
+from turnleaf.core import Leaf, TokenIds, Trajectory, Turn
 
 __all__ = ["show"]
 
@@ -89,12 +89,11 @@ class _Screen:
             self._print(Text("The replies were scripted: no model was asked.", "yellow"))
 
     def _conversation(self, trajectory: Trajectory) -> None:
-        decode = self.outcome.tokenizer.decode
         for turn in trajectory.turns:
             self._print(Text(f"turn {turn.index} is sent", "bold"))
-            self._print(Text(_shortened(self._clean(decode(turn.prompt.tolist()))), MASKED))
+            self._print(Text(_shortened(self._decoded(turn.prompt)), MASKED))
             self._print(Text(f"turn {turn.index} says", "bold"))
-            self._print(Text(self._clean(decode(turn.output.tolist()))))
+            self._print(Text(self._decoded(turn.output)))
 
     def _leaves(self, leaves: list[Leaf]) -> None:
         if not leaves:
@@ -149,12 +148,15 @@ class _Screen:
             step = "add --json for the same as one JSON object (docs/try.md)"
         return Text.assemble(("Next: ", "bold"), step)
 
+    def _decoded(self, ids: TokenIds) -> str:
+        return self._clean(self.outcome.tokenizer.decode(ids.tolist())).strip("\n")
+
     def _clean(self, text: str) -> str:
         return self.outcome.hide(text).translate(_VISIBLE)
 
     def _rule(self, title: str) -> None:
         self.console.print()
-        self.console.print(Rule(title, align="left", style="default"))
+        self.console.print(Rule(title, align="left", style="dim"))
 
     def _print(self, what: Text) -> None:
         # Lines are left to the terminal to wrap: a line feed of ours would look like the model's.

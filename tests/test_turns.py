@@ -1,0 +1,159 @@
+"""Random agents against random replies: every sampled token is trained once or accounted for."""
+
+import json
+from typing import Any
+
+import anyio
+import attrs
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import strategies
+from tests.gateway_stack import renderer, tokenizer
+from turnleaf.adapters.mock import Reply, ScriptedEngine, compare
+from turnleaf.adapters.mock import Call as EngineCall
+from turnleaf.core import EngineError, Trajectory
+from turnleaf.gateway._keys import Call, Keys, Record
+from turnleaf.gateway._turns import Turns
+from turnleaf.gateway.engines import EngineReply, EngineRequest
+from turnleaf.gateway.engines._sglang_wire import decode_reply
+from turnleaf.gateway.protocols import parse_chat_request
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in "fg"]
+
+
+@attrs.frozen
+class DirectEngine:
+    """A scripted engine without the wire."""
+
+    scripted: ScriptedEngine
+
+    async def generate(self, request: EngineRequest, *, stop: anyio.Event) -> EngineReply:
+        call = EngineCall(
+            f"{request.turn_id}.0", request.routing_key, request.input_ids, request.sampling
+        )
+        outcome = await self.scripted.generate(call)
+        body = getattr(outcome, "body", None)
+        if body is None:
+            raise EngineError(str(outcome))
+        return decode_reply(orjson.dumps(body), prompt_length=len(request.input_ids))
+
+    async def check(self) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        pass
+
+
+@st.composite
+def sampled(draw: st.DrawFn) -> Reply:
+    """What a model might sample: thinking or not, calls whole, broken and cut, stray tokens."""
+    arguments = st.dictionaries(strategies.texts, strategies.json_values, max_size=2)
+    separators = st.sampled_from([(",", ":"), (", ", ": "), (" ,", ":  ")])
+
+    def call(name: str, given: dict[str, Any], separators: tuple[str, str]) -> str:
+        text = json.dumps({"name": name, "arguments": given}, separators=separators)
+        return f"<tool_call>\n{text}\n</tool_call>"
+
+    calls = st.builds(call, st.sampled_from("fg"), arguments, separators)
+    broken = st.sampled_from(
+        ["<tool_call>\n{'name'", "</tool_call>", "<think>", "</think>", "<|im_start|>", "\n\n"]
+    )
+    thinking = st.sampled_from(["", "<think>\n\n</think>\n\n", "<think>\nSo.\n</think>\n\n"])
+    parts = draw(st.lists(strategies.texts | calls | broken, max_size=3))
+    text = draw(thinking) + "\n".join(parts)
+    if draw(st.integers(0, 4)) == 0:
+        ids = tokenizer().encode(text)
+        return Reply(ids=tuple(ids[: draw(st.integers(0, len(ids)))]), finish="length")
+    return Reply(text=text)
+
+
+@attrs.define
+class Agent:
+    """Asks, continues, forks, edits and forgets, as drawn."""
+
+    data: st.DataObject
+    turns: Turns
+    record: Record
+    branches: list[list[dict[str, Any]]]
+
+    async def step(self, *, linear: bool) -> None:
+        messages = self.branches[-1] if linear else self.data.draw(st.sampled_from(self.branches))
+        sent = [
+            self.data.draw(strategies.as_some_client_sends(message))
+            if message["role"] == "assistant"
+            else message
+            for message in messages
+        ]
+        request = parse_chat_request({"messages": sent, "tools": TOOLS, "max_tokens": 4000})
+        prepared = self.turns.prepare(self.record, request, trained=True)
+        reply = await self.turns.sample(self.record, prepared, Call())
+        if linear or self.data.draw(st.integers(0, 3)):
+            self.turns.deliver(self.record, reply.id)
+        self.branches.append([*messages, reply.message, *self.following(reply.message)])
+        if not linear and self.data.draw(st.integers(0, 3)) == 0:
+            edited = self.data.draw(st.integers(0, len(messages) - 1))
+            change = {**messages[edited], "content": "edited"}
+            self.branches.append([*messages[:edited], change, *messages[edited + 1 :]])
+
+    def following(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
+        texts = strategies.texts
+        if not reply.get("tool_calls"):
+            return [{"role": "user", "content": self.data.draw(texts)}]
+        return [
+            {"role": "tool", "tool_call_id": call["id"], "content": self.data.draw(texts)}
+            for call in reply["tool_calls"]
+        ]
+
+
+def played(data: st.DataObject, template: str, *, linear: bool) -> tuple[Trajectory, Agent]:
+    def reply(_: Any, number: int) -> Reply:
+        return data.draw(sampled())
+
+    scripted = ScriptedEngine(
+        {"*": [reply]},
+        tokenizer=tokenizer(),
+        stop_token_id=tokenizer().encode("<|im_end|>")[0],
+        repeat=True,
+    )
+    turns = Turns(renderer(template), DirectEngine(scripted), max_context_tokens=32_768)
+    record, _ = Keys("restore").open(name="r", sampling={}, purpose="train", expires_in=60)
+    agent = Agent(data, turns, record, [[{"role": "user", "content": "Begin"}]])
+
+    async def play() -> None:
+        for _ in range(data.draw(st.integers(1, 6))):
+            await agent.step(linear=linear)
+
+    anyio.run(play)
+    compare(scripted.ledger, [record.trajectory]).raise_for_problems()
+    return record.trajectory, agent
+
+
+@pytest.mark.parametrize("template", ["qwen3", "qwen2_5", "chatml"])
+@settings(max_examples=40)
+@given(st.data())
+def test_whatever_an_agent_does_the_ledger_balances(template: str, data: st.DataObject) -> None:
+    trajectory, _ = played(data, template, linear=False)
+    assert Trajectory.from_json(trajectory.to_json()) == trajectory
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_an_agent_that_only_goes_on_has_one_leaf(data: st.DataObject) -> None:
+    trajectory, _ = played(data, "qwen2_5", linear=True)
+    assert len(trajectory.leaves()) == 1 or not any(len(t.output) for t in trajectory.turns)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_thinking_forks_at_a_new_question_and_nowhere_else(data: st.DataObject) -> None:
+    trajectory, agent = played(data, "qwen3", linear=True)
+    forks, thought = 0, False
+    for message in agent.branches[-1][: len(agent.branches[-1]) - 1]:
+        if message["role"] == "user":
+            forks += thought
+            thought = False
+        thought = thought or bool(message.get("reasoning_content", "").strip())
+    assert len(trajectory.leaves()) <= forks + 1
