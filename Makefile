@@ -7,7 +7,8 @@ PYTHON ?=
 PYTEST_ARGS ?=
 
 DEMO_AGENT = examples/calculator/agent.py:run
-DEMO_PAYLOAD = {"prompt": "What is 17 * 23?"}
+DEMO_PAYLOAD = {"prompt": "What is 17 * 23?", "answer": 391}
+DEMO_CALL = {"name": "calculator", "arguments": {"a": 17, "operation": "*", "b": 23}}
 
 BIN = $(VENV)/bin
 # Named after what it was made under, so that a change of constraints is seen.
@@ -43,7 +44,8 @@ test: $(STAMP)
 	$(BIN)/python -m coverage report --include='*/turnleaf/core/*' --fail-under=95
 
 demo: $(STAMP)
-	$(BIN)/turnleaf try $(DEMO_AGENT) --payload '$(DEMO_PAYLOAD)'
+	$(BIN)/turnleaf try $(DEMO_AGENT) --payload '$(DEMO_PAYLOAD)' \
+		--reply '<tool_call>$(DEMO_CALL)</tool_call>' --reply '17 * 23 is 391.'
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -310,15 +310,6 @@ def garbled_engine_replies(draw: st.DrawFn) -> bytes:
     return _garble(draw, document)
 
 
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
 payloads = st.dictionaries(st.text().filter(lambda key: key != "_config"), json_values, max_size=4)
 real_numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**40), 2**40)
 rewards = st.one_of(

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests import strategies
 from tests.gateway_stack import renderer, tokenizer
-from turnleaf.adapters.mock import Reply, ScriptedEngine, compare
 from turnleaf.adapters.mock import Call as EngineCall
+from turnleaf.adapters.mock import Reply, ScriptedEngine, compare
 from turnleaf.core import EngineError, Trajectory
 from turnleaf.gateway._keys import Call, Keys, Record
 from turnleaf.gateway._turns import Turns

@@ -1,7 +1,6 @@
 """The commands, their options and their exit codes."""
 
 import contextlib
-import importlib.metadata
 import logging
 import signal
 import sys
@@ -13,6 +12,7 @@ import anyio
 import typer
 from rich.console import Console
 
+from turnleaf import __version__
 from turnleaf.cli._document import document
 from turnleaf.cli._run import run_once, stdout_on_stderr
 from turnleaf.cli._setup import Options, make_plan
@@ -23,7 +23,12 @@ __all__ = ["run"]
 
 INTERRUPTED = 128 + signal.SIGINT
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 
 
 def run(arguments: Sequence[str] | None) -> NoReturn:
@@ -34,7 +39,7 @@ def run(arguments: Sequence[str] | None) -> NoReturn:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"turnleaf {importlib.metadata.version('turnleaf')}")
+        typer.echo(f"turnleaf {__version__}")
         raise typer.Exit
 
 

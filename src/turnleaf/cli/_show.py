@@ -111,7 +111,7 @@ class _Screen:
             self._print(
                 Text(
                     f"leaf {number} of {len(leaves)}: {trained:,} of {len(leaf.tokens):,} tokens "
-                    f"trained, turns {path}",
+                    f"trained, {'turn' if len(leaf.turns) == 1 else 'turns'} {path}",
                     "bold",
                 )
             )
