@@ -6,8 +6,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import leaf_batches
 
+from tests.strategies import leaf_batches
 from turnleaf.core import ESTIMATORS, SettingsError, group_advantages
 
 SCALED = ("grpo", "gspo", "cispo")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import anyio
 import pytest
-from waiting import until
 
+from tests.waiting import until
 from turnleaf.core import ContractError, GatewayError
 from turnleaf.gateway._child import child_process
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import anyio
 import numpy as np
 import pytest
-import strategies
 from hypothesis import given
 from rich.console import Console
 
+from tests import strategies
 from turnleaf.adapters.mock import Ledger, cached_checkpoint, compare
 from turnleaf.cli import main
 from turnleaf.cli._document import document

@@ -4,18 +4,15 @@ import json
 import logging
 import re
 import socket
-import subprocess
-import sys
-import time
 import traceback
 from pathlib import Path
 
 import anyio
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.agent_process import agent_process, free_port
 from turnleaf.core import AgentError, BadResultError, PayloadError, SessionError, SettingsError
 from turnleaf.sessions import HttpSession
 from turnleaf.sessions._events import EventTooLarge, LastEvent
@@ -26,35 +23,11 @@ SECRET = "tl-secret-of-this-rollout"
 CONFIG = {"base_url": "http://127.0.0.1:1/v1", "model_id": "m", "api_key": SECRET}
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def agent_url():
     """The address of a real BedrockAgentCoreApp, which runs agent_app.py in its own process."""
-    port = free_port()
-    agent = Path(__file__).with_name("agent_app.py")
-    with subprocess.Popen([sys.executable, agent, str(port)], stderr=subprocess.DEVNULL) as process:
-        try:
-            url = f"http://127.0.0.1:{port}"
-            deadline = time.monotonic() + 60
-            while True:
-                assert process.poll() is None, "the agent ended by itself"
-                assert time.monotonic() < deadline, "the agent does not answer"
-                with contextlib.suppress(httpx.TransportError):
-                    if httpx.get(f"{url}/ping", trust_env=False).status_code == 200:
-                        break
-                time.sleep(0.05)
-            yield url
-        finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    with agent_process(Path(__file__).with_name("agent_app.py")) as url:
+        yield url
 
 
 async def run(url, payload=None, **arguments):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import Recorded, recorded_by_gateway
-from waiting import until
 
+from tests.strategies import Recorded, recorded_by_gateway
+from tests.waiting import until
 from turnleaf.adapters.mock import Ledger, LedgerEntry, ScriptedEngine, compare
 from turnleaf.core import Leaf, Trajectory, Turn, WeightSpan
 from turnleaf.gateway.engines import EngineLost, EngineRequest, SGLangEngine, UntrustedReply

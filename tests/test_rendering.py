@@ -205,8 +205,10 @@ def test_pieces_that_only_the_template_joins(tmp_path: Path) -> None:
     pieces = renderer.render([user("<|im_ \n"), user("start|>"), user("<"), user("think>")])
     assert renderer.decode(pieces).startswith("<|im_start|><think>")
     assert controls(renderer, pieces) == []
-    tag = renderer.render([user("/think>"), user("tool"), user("_call>")])
-    assert controls(renderer, tag) == []
+    assert controls(renderer, renderer.render([user("/think>")])) == []
+    ends = "{{ messages[0].content }}think>{{ messages[0].content }}"
+    renderer = Renderer.load(small_checkpoint(tmp_path, ends))
+    assert controls(renderer, renderer.render([user("<")])) == []
 
 
 def test_half_a_surrogate_pair_is_rendered(load_renderer: Load) -> None:
@@ -356,6 +358,17 @@ def test_close_of_the_turn(
     assert extend(*said, IM_END, *said) == [IM_END, *closed]
 
 
+def test_text_after_a_close_is_not_cut_in_two(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+    renderer = Renderer.load(small_checkpoint(tmp_path, template))
+    end, newline = ids(renderer, "<|im_end|>\n")
+    follows = ids(renderer, "user: b<|im_end|>\n")
+    for output, right in (([end], [newline, *follows]), ([end, newline], [end, newline, *follows])):
+        added = renderer.extend(assistant("a"), array(*output), [user("b")], reasoning=False)
+        assert added is not None
+        assert added.tolist() == right
+
+
 @pytest.mark.parametrize(
     ("template", "new", "kept"),
     [
@@ -404,6 +417,8 @@ def test_reasoning_that_the_template_never_shows(load_renderer: Load) -> None:
         # The past depends on how much follows.
         "{{ messages | length }}"
         "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}",
+        # Turns are numbered.
+        "{% for m in messages %}<|im_start|>{{ loop.index }}{{ m.content }}<|im_end|>{% endfor %}",
         # Tools are told before the last user message only.
         "{% set last = namespace(user=0) %}{% for m in messages %}{% if m.role == 'user' %}"
         "{% set last.user = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"

@@ -11,10 +11,10 @@ import anyio
 import attrs
 import numpy as np
 import pytest
-import strategies
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 
+from tests import strategies
 from turnleaf.core import (
     AgentError,
     Background,

@@ -9,8 +9,8 @@ import anyio
 import anyio.abc
 import httpx
 import pytest
-from waiting import until
 
+from tests.waiting import until
 from turnleaf.adapters.mock import (
     FileTokenizer,
     Ledger,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from strategies import Recorded, garbage, garbled_trajectories, recorded
 
+from tests.strategies import Recorded, garbage, garbled_trajectories, recorded
 from turnleaf.core import Replay, Trajectory, TrajectoryError, Turn, TurnTimings, WeightSpan
 
 FULL = Turn(

@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 from hypothesis import event, example, given
 from hypothesis import strategies as st
-from strategies import garbled_engine_replies, json_values
-from waiting import until
 
+from tests.strategies import garbled_engine_replies, json_values
+from tests.waiting import until
 from turnleaf.adapters.mock import ScriptedEngine
 from turnleaf.core import EngineError, SettingsError, WeightSpan
 from turnleaf.gateway.engines import (

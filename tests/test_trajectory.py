@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Recorded, recorded, recorded_by_gateway, token_lists
 
+from tests.strategies import Recorded, recorded, recorded_by_gateway, token_lists
 from turnleaf.core import Leaf, Place, Replay, Trajectory, TrajectoryError, Turn
 
 Position = tuple[str, int]
