@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -345,6 +346,28 @@ async def test_closing_a_key_ends_its_calls(aborted: bool) -> None:
     (turn,) = trajectory.turns
     assert turn.excluded == ("aborted" if aborted else "undelivered")
     assert trajectory.leaves() == []
+
+
+async def test_a_key_closed_while_a_body_arrives_serves_nothing() -> None:
+    async with running_gateway([{"text": "too late"}]) as stack, httpx.AsyncClient() as http:
+        key = await stack.open()
+        begun, closed = asyncio.Event(), asyncio.Event()
+
+        async def body() -> AsyncIterator[bytes]:
+            yield b'{"messages": '
+            begun.set()
+            await closed.wait()
+            yield json.dumps([USER]).encode() + b"}"
+
+        headers = {"authorization": f"Bearer {key.secret}"}
+        url = f"{key.base_url}/chat/completions"
+        asking = asyncio.ensure_future(http.post(url, content=body(), headers=headers))
+        await begun.wait()
+        trajectory = await stack.close(key)
+        closed.set()
+        assert (await asking).status_code == 401
+        assert stack.engine.calls == []
+        assert len(trajectory) == 0
 
 
 async def test_an_engine_abort_that_nobody_asked_for_is_no_reply() -> None:

@@ -80,9 +80,11 @@ class ChatCompletions:
         try:
             if request.method != "POST":
                 raise RequestError(405, "chat completions are asked for with POST")
-            record = self._keys.authenticate(bearer(request))
+            self._keys.authenticate(bearer(request))
             chat = parse_chat_request(await read_json(request))
             trained = _is_trained(request)
+            # Again: the key may have been closed while the body arrived.
+            record = self._keys.authenticate(bearer(request))
         except RequestError as error:
             await json_response(error.body(), error.status, error.headers())(scope, receive, send)
             return
