@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import secrets
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
@@ -75,7 +74,9 @@ async def run_once(plan: Plan) -> Outcome:
                 engine = await stack.enter_async_context(_scripted_engine(plan, model))
             status.update("Starting the gateway worker …")
             model_id = plan.settings.model_id or ("scripted" if plan.scripted else model.name)
-            config = _worker_config(plan, engine, model, model_id)
+            config = WorkerConfig.for_settings(
+                plan.settings, engine_url=engine, model=str(model), model_id=model_id
+            )
             gateway = _NotingGateway(await stack.enter_async_context(run_worker(config)))
         # Entered last: what goes on after the rollout still needs the gateway.
         background = await stack.enter_async_context(Background())
@@ -117,23 +118,6 @@ async def _scripted_engine(plan: Plan, model: Path) -> AsyncIterator[str]:
     }
     async with child_process("turnleaf.adapters.mock.scripted", config) as child:
         yield child.ready["url"]
-
-
-def _worker_config(plan: Plan, engine: str, model: Path, model_id: str) -> WorkerConfig:
-    settings = plan.settings
-    return WorkerConfig(
-        engine_url=engine,
-        model=str(model),
-        control_token=secrets.token_urlsafe(32),
-        model_id=model_id,
-        host=settings.gateway_host or "0.0.0.0",  # noqa: S104  # agents may be on other machines
-        port=settings.gateway_port,
-        public_url=settings.public_url,
-        client_reasoning=settings.client_reasoning,
-        max_context_tokens=settings.max_context_tokens,
-        tool_call_parser=settings.tool_call_parser,
-        reasoning_parser=settings.reasoning_parser,
-    )
 
 
 @attrs.define

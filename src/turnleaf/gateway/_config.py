@@ -1,5 +1,6 @@
 """What a worker is told on its standard input."""
 
+import secrets
 import socket
 from typing import Any
 
@@ -7,11 +8,12 @@ import attrs
 import cattrs
 from cattrs.errors import ForbiddenExtraKeysError
 
-from turnleaf.core import ContractError
+from turnleaf.core import ContractError, Settings
 from turnleaf.gateway._history import ClientReasoning
 
 __all__ = ["PORTS", "WorkerConfig", "routable_address"]
 
+ANY_ADDRESS = "0.0.0.0"  # noqa: S104  # agents may be on other machines
 PORTS = 32
 """Workers take the first free port of this many, from the configured one on."""
 
@@ -48,6 +50,28 @@ class WorkerConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     engine_retry_budget: float = 30.0
+
+    @classmethod
+    def for_settings(
+        cls, settings: Settings, *, engine_url: str, model: str, model_id: str | None = None
+    ) -> "WorkerConfig":
+        """The configuration that a trainer's settings ask for, with a control token of its own.
+
+        model_id: of the trainer, where the settings name none.
+        """
+        return cls(
+            engine_url=engine_url,
+            model=model,
+            control_token=secrets.token_urlsafe(32),
+            model_id=settings.model_id or model_id,
+            host=settings.gateway_host or ANY_ADDRESS,
+            port=settings.gateway_port,
+            public_url=settings.public_url,
+            client_reasoning=settings.client_reasoning,
+            max_context_tokens=settings.max_context_tokens,
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+        )
 
     def to_mapping(self) -> dict[str, Any]:
         """The JSON object for the worker's standard input."""

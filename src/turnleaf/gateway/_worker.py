@@ -12,7 +12,7 @@ import anyio
 from turnleaf.core import ContractError, EngineError
 from turnleaf.gateway._agents_app import agents_app
 from turnleaf.gateway._child import announce, announce_error, read_config, until_stdin_closes
-from turnleaf.gateway._config import PORTS, WorkerConfig, routable_address
+from turnleaf.gateway._config import ANY_ADDRESS, PORTS, WorkerConfig, routable_address
 from turnleaf.gateway._control_app import control_app
 from turnleaf.gateway._keys import Keys
 from turnleaf.gateway._serving import BACKLOG, served
@@ -111,7 +111,7 @@ def _bind(host: str, port: int) -> socket.socket:
 def _base_url(config: WorkerConfig, port: int) -> str:
     if config.public_url is not None:
         return config.public_url.replace("{port}", str(port)).rstrip("/") + "/v1"
-    host = routable_address() if config.host in ("0.0.0.0", "::") else config.host  # noqa: S104
+    host = routable_address() if config.host in (ANY_ADDRESS, "::") else config.host
     return f"http://{_bracketed(host)}:{port}/v1"
 
 
