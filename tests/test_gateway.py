@@ -131,6 +131,21 @@ async def test_a_new_question_forks_only_where_the_template_drops_the_thinking()
         assert len(trajectory.leaves()) == leaves
 
 
+async def test_thinking_that_is_dropped_for_want_of_a_user_is_seen_to_be_dropped() -> None:
+    system = {"role": "system", "content": "Use the tool."}
+    script = [{"text": THINKING_CALL}, {"text": THINKING_ANSWER}]
+    async with running_gateway(script) as stack:
+        key = await stack.open()
+        async with openai_client(key) as client:
+            message = (await ask(client, [system], tools=[TOOL])).choices[0].message
+            messages = [system, message.model_dump(), result_for(message)]
+            await ask(client, messages, tools=[TOOL])
+        first, second = (await stack.close(key)).leaves()
+    assert text_of(first) == f"{THINKING_CALL}<|im_end|>"
+    assert text_of(second) == f"{THINKING_ANSWER}<|im_end|>"
+    assert "Multiply." not in text_of(second, trained=False)
+
+
 async def test_without_thinking_a_new_question_goes_on_in_the_same_leaf() -> None:
     script = [{"text": "Hello."}, {"text": "Bye."}]
     async with running_gateway(script, template="qwen2_5") as stack:

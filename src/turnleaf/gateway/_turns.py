@@ -137,22 +137,26 @@ class Turns:
     def _prompt(
         self, record: Record, request: ChatRequest, conversation: Conversation, match: Match | None
     ) -> tuple[TokenIds, bool]:
-        if match is None:
-            messages = conversation.messages
-        else:
-            added = self._renderer.extend(
-                match.reply,
-                record.trajectory.turn(match.turn_id).output,
-                match.new,
-                request.tools,
-                reasoning=match.carries_reasoning,
-                clock=record.clock,
-            )
-            if added is not None:
-                path = record.trajectory.tokens_through(match.turn_id)
-                return np.concatenate([path, added]), True
-            messages = [*match.past, *match.new]
+        added = None if match is None else self._added(record, request, match)
+        if match is not None and added is not None:
+            path = record.trajectory.tokens_through(match.turn_id)
+            return np.concatenate([path, added]), True
+        messages = conversation.messages if match is None else [*match.past, *match.new]
         return self._renderer.render(messages, request.tools, clock=record.clock), False
+
+    def _added(self, record: Record, request: ChatRequest, match: Match) -> TokenIds | None:
+        """What follows the matched turn's tokens; None when its path must be rendered anew."""
+        # The renderer can tell what becomes of reasoning only where a user has spoken.
+        if match.carries_reasoning and all(message["role"] != "user" for message in match.past):
+            return None
+        return self._renderer.extend(
+            match.reply,
+            record.trajectory.turn(match.turn_id).output,
+            match.new,
+            request.tools,
+            reasoning=match.carries_reasoning,
+            clock=record.clock,
+        )
 
     def _max_new_tokens(self, record: Record, request: ChatRequest, prompt_tokens: int) -> int:
         room = self._max_context_tokens - prompt_tokens
