@@ -90,7 +90,7 @@ async def test_a_tool_cycle_is_one_leaf_whose_text_is_the_templates(template: st
         },
         {"role": "tool", "content": "391", "tool_call_id": "x"},
     ]
-    rendered = renderer(template).render(history, [TOOL])
+    rendered = renderer(template).render(history, [TOOL]).ids
     assert leaf.tokens[: len(rendered)].tolist() == rendered.tolist()
 
 
@@ -295,9 +295,9 @@ async def test_limits_belong_to_the_request_and_never_leak() -> None:
 
         async def asked(prompt_tokens: int, **more: Any) -> None:
             messages = [{"role": "user", "content": ""}]
-            empty = len(renderer("qwen2_5").render(messages))
+            empty = len(renderer("qwen2_5").render(messages).ids)
             messages[0]["content"] = "a" + " a" * (prompt_tokens - empty - 1)
-            assert len(renderer("qwen2_5").render(messages)) == prompt_tokens
+            assert len(renderer("qwen2_5").render(messages).ids) == prompt_tokens
             await ask(client, messages, **more)
 
         async with openai_client(key) as client:

@@ -38,7 +38,7 @@ def delivered(_: str) -> bool:
 def recorded(history: History, messages: list[Any], reply: dict[str, Any], turn: str) -> None:
     conversation = history.read(messages, None)
     match = history.match(conversation, delivered)
-    history.record(conversation, match, reply, turn, extended=True)
+    history.record(conversation, match, reply, turn, shows_reasoning=False)
 
 
 def found(history: History, messages: list[Any], tools: Any = None) -> Match | None:
@@ -84,6 +84,7 @@ CLIENTS = {
     "langchain": as_client(reasoning_content=..., tool_calls=COMPACT),
     "stripped": as_client(content="I'll compute both."),
     "reasoning stripped": as_client(reasoning_content="Two calls then."),
+    "named agent": as_client(name="planner"),
     "reasoning under its other name": as_client(
         reasoning_content=..., reasoning="\nTwo calls then.\n"
     ),
@@ -96,8 +97,8 @@ def test_what_clients_send_back_is_recognised(history: History, client: str) -> 
     assert match is not None
     assert match.turn_id == "turn-1"
     assert [message["content"] for message in match.new] == ["4", "9"]
-    assert match.past[1]["reasoning_content"].strip() == "Two calls then."
-    assert match.past[1]["tool_calls"][0]["function"]["arguments"] == {"expression": "2+2"}
+    assert match.past()[1]["reasoning_content"].strip() == "Two calls then."
+    assert match.past()[1]["tool_calls"][0]["function"]["arguments"] == {"expression": "2+2"}
 
 
 CHANGES = {
@@ -153,7 +154,7 @@ def test_empty_contents_are_one(content: Any) -> None:
     message = as_client(content=content)
     match = found(history, [USER, message, *RESULTS])
     assert match is not None
-    assert match.past[1]["content"] == ""
+    assert match.past()[1]["content"] == ""
 
 
 def test_the_longest_match_wins(history: History) -> None:
@@ -162,7 +163,6 @@ def test_the_longest_match_wins(history: History) -> None:
     match = found(history, [USER, REPLY, *RESULTS, answer, USER])
     assert match is not None
     assert match.turn_id == "turn-2"
-    assert match.carries_reasoning
     edited = [{**RESULTS[0], "content": "5"}, RESULTS[1]]
     match = found(history, [USER, REPLY, *edited, answer])
     assert match is not None
@@ -189,13 +189,13 @@ def test_equal_replies_are_told_apart_by_their_ids_then_by_delivery_then_by_age(
     history = History()
     for turn in ("one", "two", "three"):
         conversation = history.read([USER], None)
-        history.record(conversation, None, reply(f"call_{turn}"), turn, extended=True)
+        history.record(conversation, None, reply(f"call_{turn}"), turn, shows_reasoning=False)
 
     def chosen(call_id: str, undelivered: set[str]) -> str:
         conversation = history.read([USER, reply(call_id)], None)
         match = history.match(conversation, lambda turn: turn not in undelivered)
         assert match is not None
-        assert match.past[1]["tool_calls"][0]["id"] == call_id
+        assert match.past()[1]["tool_calls"][0]["id"] == call_id
         return match.turn_id
 
     assert chosen("call_two", {"two"}) == "two"
@@ -225,17 +225,38 @@ def test_as_sent_takes_dropped_reasoning_for_another_history() -> None:
     assert found(history, [USER, REPLY]) is not None
 
 
-def test_reasoning_is_carried_until_the_path_is_rendered_anew(history: History) -> None:
+def test_reasoning_in_the_prompt_is_carried_by_the_reply(history: History) -> None:
     plain = {"role": "assistant", "content": "done"}
     messages = [USER, REPLY, *RESULTS]
-    for extended, carries in ((True, True), (False, False)):
+    for shows in (True, False):
         conversation = history.read(messages, None)
         match = history.match(conversation, delivered)
-        history.record(conversation, match, plain, f"extended-{extended}", extended=extended)
+        assert match is not None
+        assert match.carries_reasoning
+        history.record(conversation, match, plain, f"shows-{shows}", shows_reasoning=shows)
         following = found(history, [*messages, plain])
         assert following is not None
-        assert following.turn_id == f"extended-{extended}"
-        assert following.carries_reasoning is carries
+        assert following.turn_id == f"shows-{shows}"
+        assert following.carries_reasoning is shows
+
+
+def test_equal_branches_are_told_apart_by_any_id_on_the_way() -> None:
+    history = History()
+    done = {"role": "assistant", "content": "done"}
+    branches = {}
+    for name in "ab":
+        call = {"id": f"call_{name}", "function": {"name": "f", "arguments": "{}"}}
+        reply = {"role": "assistant", "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": f"call_{name}", "content": "4"}
+        conversation = history.read([USER], None)
+        history.record(conversation, None, reply, f"{name}-1", shows_reasoning=False)
+        branches[name] = [USER, reply, result]
+    for name, messages in branches.items():
+        recorded(history, messages, done, f"{name}-2")
+    for name, messages in branches.items():
+        match = found(history, [*messages, done, USER])
+        assert match is not None
+        assert match.turn_id == f"{name}-2"
 
 
 @pytest.mark.parametrize(
@@ -302,5 +323,5 @@ def test_a_recorded_reply_is_found_again_behind_any_continuation(
         return
     assert match is not None
     assert match.turn_id == f"turn-{expected[-1]}"
-    assert len(match.past) == expected[-1] + 1
-    assert len(match.new) == upto - len(match.past)
+    assert len(match.past()) == expected[-1] + 1
+    assert len(match.new) == upto - len(match.past())

@@ -1,6 +1,7 @@
 """Random agents against random replies: every sampled token is trained once or accounted for."""
 
 import json
+import re
 from typing import Any
 
 import anyio
@@ -16,10 +17,11 @@ from turnleaf.adapters.mock import Call as EngineCall
 from turnleaf.adapters.mock import Reply, ScriptedEngine, compare
 from turnleaf.core import EngineError, Trajectory
 from turnleaf.gateway._keys import Call, Keys, Record
-from turnleaf.gateway._turns import Turns
+from turnleaf.gateway._turns import Prepared, Turns
 from turnleaf.gateway.engines import EngineReply, EngineRequest
 from turnleaf.gateway.engines._sglang_wire import decode_reply
 from turnleaf.gateway.protocols import parse_chat_request
+from turnleaf.gateway.rendering import Renderer
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in "fg"]
 
@@ -61,7 +63,8 @@ def sampled(draw: st.DrawFn) -> Reply:
     broken = st.sampled_from(
         ["<tool_call>\n{'name'", "</tool_call>", "<think>", "</think>", "<|im_start|>", "\n\n"]
     )
-    thinking = st.sampled_from(["", "<think>\n\n</think>\n\n", "<think>\nSo.\n</think>\n\n"])
+    thought = f"<think>\nthought {draw(st.integers(10**8, 10**9))}\n</think>\n\n"
+    thinking = st.sampled_from(["", "<think>\n\n</think>\n\n", thought])
     parts = draw(st.lists(strategies.texts | calls | broken, max_size=3))
     text = draw(thinking) + "\n".join(parts)
     if draw(st.integers(0, 4)) == 0:
@@ -75,6 +78,7 @@ class Agent:
     """Asks, continues, forks, edits and forgets, as drawn."""
 
     data: st.DataObject
+    renderer: Renderer
     turns: Turns
     record: Record
     branches: list[list[dict[str, Any]]]
@@ -89,6 +93,7 @@ class Agent:
         ]
         request = parse_chat_request({"messages": sent, "tools": TOOLS, "max_tokens": 4000})
         prepared = self.turns.prepare(self.record, request, trained=True)
+        self.check_thoughts(prepared)
         reply = await self.turns.sample(self.record, prepared, Call())
         if linear or self.data.draw(st.integers(0, 3)):
             self.turns.deliver(self.record, reply.id)
@@ -97,6 +102,23 @@ class Agent:
             edited = self.data.draw(st.integers(0, len(messages) - 1))
             change = {**messages[edited], "content": "edited"}
             self.branches.append([*messages[:edited], change, *messages[edited + 1 :]])
+        if not linear and self.data.draw(st.integers(0, 3)) == 0:
+            foreign = {"role": "assistant", "content": "x", "reasoning_content": "thought 123"}
+            role = self.data.draw(st.sampled_from(["user", "system"]))
+            self.branches.append([*self.branches[-1], foreign, {"role": role, "content": "y"}])
+
+    def check_thoughts(self, prepared: Prepared) -> None:
+        """The prompt shows the thoughts that the template shows for this conversation."""
+        match = prepared.match
+        messages = prepared.conversation.messages
+        if match is not None:
+            messages = [*match.past(), *match.new]
+        full = self.renderer.render(messages, TOOLS).ids
+        shown, due = (
+            set(re.findall(r"thought \d+", tokenizer().decode(ids.tolist())))
+            for ids in (prepared.prompt, full)
+        )
+        assert shown == due
 
     def following(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
         texts = strategies.texts
@@ -120,7 +142,7 @@ def played(data: st.DataObject, template: str, *, linear: bool) -> tuple[Traject
     )
     turns = Turns(renderer(template), DirectEngine(scripted), max_context_tokens=32_768)
     record, _ = Keys("restore").open(name="r", sampling={}, purpose="train", expires_in=60)
-    agent = Agent(data, turns, record, [[{"role": "user", "content": "Begin"}]])
+    agent = Agent(data, renderer(template), turns, record, [[{"role": "user", "content": "Begin"}]])
 
     async def play() -> None:
         for _ in range(data.draw(st.integers(1, 6))):
@@ -156,4 +178,8 @@ def test_thinking_forks_at_a_new_question_and_nowhere_else(data: st.DataObject) 
             forks += thought
             thought = False
         thought = thought or bool(message.get("reasoning_content", "").strip())
-    assert len(trajectory.leaves()) <= forks + 1
+    leaves = len(trajectory.leaves())
+    if all(len(turn.output) for turn in trajectory.turns):
+        assert leaves == forks + 1
+    else:
+        assert leaves <= forks + 1

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import attrs
 import orjson
@@ -27,12 +27,27 @@ class _Known:
 
 @attrs.frozen(eq=False)
 class _Reply:
-    """A turn whose reply ends at a node; `order` counts replies as they were recorded."""
+    """A turn whose reply ends at a node.
+
+    order: counts replies as they were recorded. depth: how many messages there are up to and
+    including the reply. carries_reasoning: the path of the turn holds reasoning. before: the
+    reply that the turn continued, if any.
+    """
 
     turn_id: str
     order: int
+    depth: int
     call_ids: tuple[str, ...]
     carries_reasoning: bool
+    before: "_Reply | None"
+
+    def repeated_by(self, conversation: Sequence[_Known]) -> int:
+        """How many replies on the path have the tool-call ids that the conversation gives them."""
+        repeated, at = 0, cast("_Reply | None", self)
+        while at is not None:
+            repeated += bool(at.call_ids) and conversation[at.depth - 1].call_ids == at.call_ids
+            at = at.before
+        return repeated
 
 
 _ChildKey = tuple[bytes, int | str | None]
@@ -68,17 +83,41 @@ class Conversation:
 class Match:
     """The turn that a request continues.
 
-    turn_id: the turn. reply: its message as it was sent to the agent. carries_reasoning: a turn on
-    its path, since the path was last rendered, sampled reasoning. new: the messages after it.
-    past: the messages up to and including the reply, with reasoning that the client dropped.
+    new: the messages after its reply.
     """
 
-    turn_id: str
-    reply: Message
-    carries_reasoning: bool
     new: list[Message]
-    past: list[Message]
+    _reply: _Reply
     _node: _Node
+    _matched: Sequence[_Known]
+
+    @property
+    def turn_id(self) -> str:
+        """The turn."""
+        return self._reply.turn_id
+
+    @property
+    def carries_reasoning(self) -> bool:
+        """Whether the tokens of its path hold reasoning, sampled or rendered."""
+        return self._reply.carries_reasoning
+
+    @property
+    def asked(self) -> bool:
+        """Whether a user has spoken up to the reply."""
+        return any(known.message["role"] == "user" for known in self._matched)
+
+    @property
+    def reply(self) -> Message:
+        """The turn's reply."""
+        return _with_ids_of(self._matched[-1].message, self._node.message)
+
+    def past(self) -> list[Message]:
+        """The messages up to and including the reply, with reasoning that the client dropped."""
+        seen = _messages_to(self._node)
+        return [
+            _with_ids_of(known.message, message)
+            for known, message in zip(self._matched, seen, strict=True)
+        ]
 
 
 class History:
@@ -100,14 +139,15 @@ class History:
             known = tuple(self._know(raw, f"messages[{at}]") for at, raw in enumerate(raw_messages))
             key = _digest(orjson.dumps(tools))
         except (orjson.JSONEncodeError, RecursionError):
-            raise bad_request("messages", "or tools are nested too deeply") from None
+            raise bad_request("messages", "they, or the tools, are nested too deeply") from None
         return Conversation(self._roots.setdefault(key, _Node(None, {}, "")), known)
 
     def match(self, conversation: Conversation, delivered: Callable[[str], bool]) -> Match | None:
         """The latest turn whose messages and reply the conversation begins with, if any.
 
-        delivered: whether the reply of the turn with an id was delivered. Among equals, a reply
-        whose tool-call ids the client repeats wins, then one that was delivered, then the latest.
+        delivered: whether the reply of the turn with an id was delivered. Among equals, the one
+        wins on whose path the client repeats the most tool-call ids, then one that was delivered,
+        then the latest.
         """
         best: tuple[int, list[_Node]] | None = None
         frontier = [conversation._root]
@@ -130,22 +170,12 @@ class History:
         node, reply = max(
             ((node, reply) for node in nodes for reply in node.replies),
             key=lambda candidate: (
-                candidate[1].call_ids == matched[-1].call_ids,
+                candidate[1].repeated_by(matched),
                 delivered(candidate[1].turn_id),
                 candidate[1].order,
             ),
         )
-        return Match(
-            turn_id=reply.turn_id,
-            reply=node.message,
-            carries_reasoning=reply.carries_reasoning,
-            new=[known.message for known in new],
-            past=[
-                _with_ids_of(known.message, seen)
-                for known, seen in zip(matched, _messages_to(node), strict=True)
-            ],
-            node=node,
-        )
+        return Match([known.message for known in new], reply, node, matched)
 
     def record(
         self,
@@ -154,21 +184,28 @@ class History:
         reply: dict[str, Any],
         turn_id: str,
         *,
-        extended: bool,
+        shows_reasoning: bool,
     ) -> None:
         """Remember the reply that a turn gave to a conversation.
 
-        match: what the conversation continued, if anything. extended: its tokens were kept as
-        they are, instead of rendered anew.
+        match: what the conversation continued, if anything. shows_reasoning: the turn's prompt
+        holds reasoning.
         """
-        node, start = (match._node, len(match.past)) if match else (conversation._root, 0)
+        node, start = (match._node, len(match._matched)) if match else (conversation._root, 0)
         for known, key in list(_keyed(conversation._known))[start:]:
             node = _child(node, known, key)
         known = self._know(reply, "reply")
         node = _child(node, known, (known.digest, None))
-        before = match is not None and extended and match.carries_reasoning
-        carries = before or bool(known.reasoning)
-        node.replies.append(_Reply(turn_id, self._recorded, known.call_ids, carries))
+        node.replies.append(
+            _Reply(
+                turn_id=turn_id,
+                order=self._recorded,
+                depth=len(conversation._known) + 1,
+                call_ids=known.call_ids,
+                carries_reasoning=shows_reasoning or bool(known.reasoning),
+                before=match._reply if match else None,
+            )
+        )
         self._recorded += 1
 
     def _know(self, raw: Any, where: str) -> _Known:

@@ -19,8 +19,8 @@ from turnleaf.gateway.engines import (
     EngineUnavailable,
     UntrustedReply,
 )
-from turnleaf.gateway.protocols import ChatRequest, Completion, RequestError
-from turnleaf.gateway.rendering import Parsed, Renderer, RenderError
+from turnleaf.gateway.protocols import ChatRequest, Completion, Message, RequestError
+from turnleaf.gateway.rendering import Parsed, Rendered, Renderer, RenderError
 
 __all__ = ["Prepared", "Turns"]
 
@@ -34,7 +34,7 @@ RETRY_AFTER = 2
 class Prepared:
     """A request whose prompt is built.
 
-    prompt: int32[n], the whole prompt. extended: the matched turn's tokens were kept as they are.
+    prompt: int32[n], the whole prompt. shows_reasoning: it holds reasoning of earlier messages.
     max_new_tokens: the least of the agent's, the trainer's and what the context leaves.
     """
 
@@ -45,8 +45,8 @@ class Prepared:
     trained: bool
     conversation: Conversation
     match: Match | None
-    extended: bool
     prompt: TokenIds
+    shows_reasoning: bool
     max_new_tokens: int
 
 
@@ -84,7 +84,7 @@ class Turns:
         if match is not None:
             self.deliver(record, match.turn_id)  # what the agent sends back, it has received
         try:
-            prompt, extended = self._prompt(record, request, conversation, match)
+            prompt = self._prompt(record, request, conversation, match)
         except RenderError as error:
             raise RequestError(
                 400, f"messages: {error}", code="invalid_value", param="messages"
@@ -97,16 +97,17 @@ class Turns:
             trained=trained,
             conversation=conversation,
             match=match,
-            extended=extended,
-            prompt=prompt,
-            max_new_tokens=self._max_new_tokens(record, request, len(prompt)),
+            prompt=prompt.ids,
+            shows_reasoning=prompt.shows_reasoning,
+            max_new_tokens=self._max_new_tokens(record, request, len(prompt.ids)),
         )
 
     async def sample(self, record: Record, prepared: Prepared, call: Call) -> Completion:
         """Sample the turn and record it, as undelivered until `deliver` says otherwise.
 
         Raises RequestError when there is no reply to give: 401 when the key was closed meanwhile,
-        502 for a reply of the engine that does not add up, 503 when the engine has trouble.
+        424 when the engine refuses the call, 502 for a reply of it that does not add up, 503 when
+        it has trouble.
         """
         began = time.monotonic()
         reply = await self._generate(record, prepared, call)
@@ -125,7 +126,7 @@ class Turns:
             prepared.match,
             completion.message,
             turn.id,
-            extended=prepared.extended,
+            shows_reasoning=prepared.shows_reasoning,
         )
         return completion
 
@@ -136,27 +137,28 @@ class Turns:
 
     def _prompt(
         self, record: Record, request: ChatRequest, conversation: Conversation, match: Match | None
-    ) -> tuple[TokenIds, bool]:
-        added = None if match is None else self._added(record, request, match)
-        if match is not None and added is not None:
-            path = record.trajectory.tokens_through(match.turn_id)
-            return np.concatenate([path, added]), True
-        messages = conversation.messages if match is None else [*match.past, *match.new]
-        return self._renderer.render(messages, request.tools, clock=record.clock), False
-
-    def _added(self, record: Record, request: ChatRequest, match: Match) -> TokenIds | None:
-        """What follows the matched turn's tokens; None when its path must be rendered anew."""
+    ) -> Rendered:
+        if match is None:
+            return self._rendered(record, request, conversation.messages)
+        added = None
         # The renderer can tell what becomes of reasoning only where a user has spoken.
-        if match.carries_reasoning and all(message["role"] != "user" for message in match.past):
-            return None
-        return self._renderer.extend(
-            match.reply,
-            record.trajectory.turn(match.turn_id).output,
-            match.new,
-            request.tools,
-            reasoning=match.carries_reasoning,
-            clock=record.clock,
-        )
+        if match.asked or not match.carries_reasoning:
+            added = self._renderer.extend(
+                match.reply,
+                record.trajectory.turn(match.turn_id).output,
+                match.new,
+                request.tools,
+                reasoning=match.carries_reasoning,
+                clock=record.clock,
+            )
+        if added is None:
+            return self._rendered(record, request, [*match.past(), *match.new])
+        path = record.trajectory.tokens_through(match.turn_id)
+        shows_reasoning = match.carries_reasoning or added.shows_reasoning
+        return Rendered(np.concatenate([path, added.ids]), shows_reasoning)
+
+    def _rendered(self, record: Record, request: ChatRequest, messages: list[Message]) -> Rendered:
+        return self._renderer.render(messages, request.tools, clock=record.clock)
 
     def _max_new_tokens(self, record: Record, request: ChatRequest, prompt_tokens: int) -> int:
         room = self._max_context_tokens - prompt_tokens
@@ -200,7 +202,8 @@ class Turns:
             ) from None
         except EngineError as error:
             logger.error("key %s: %s", record.id, error)
-            raise RequestError(502, str(error), code="engine_refused") from None
+            # A lasting refusal: clients do not try a 424 again.
+            raise RequestError(424, str(error), code="engine_refused") from None
 
     def _turn(
         self,
@@ -260,13 +263,17 @@ class Turns:
         )
 
     def _warn_of_ignored(self, record: Record, request: ChatRequest) -> None:
-        new = [field for field in request.ignored if field not in record.warned]
-        if new:
-            record.warned.update(new)
+        asked = [
+            name
+            for name, value in request.ignored.items()
+            if name not in record.warned and record.sampling.get(name) != value
+        ]
+        if asked:
+            record.warned.update(asked)
             logger.info(
-                "key %s: the agent asks for %s; the trainer's own sampling is used instead",
+                "key %s: the agent asks for %s; what the trainer samples with is used instead",
                 record.id,
-                ", ".join(new),
+                ", ".join(asked),
             )
 
 

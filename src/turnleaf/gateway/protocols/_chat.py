@@ -92,7 +92,7 @@ class ChatRequest:
 
     messages: raw, as sent. tools: OpenAI tool objects, or None. parse_calls: whether the reply
     may be read as tool calls. max_tokens: the agent's own limit on the reply, or None. ignored:
-    fields that ask for what the trainer owns, or that are taken as hints, in a stable order.
+    fields, with their values, that ask for what the trainer owns or are taken as hints.
     """
 
     messages: list[Any]
@@ -103,7 +103,7 @@ class ChatRequest:
     stream: bool
     include_usage: bool
     model: str
-    ignored: tuple[str, ...]
+    ignored: Mapping[str, Any]
 
 
 def parse_chat_request(body: Any) -> ChatRequest:
@@ -119,7 +119,7 @@ def parse_chat_request(body: Any) -> ChatRequest:
             raise not_supported(name, _REMEDIES.get(name, "leave it out"))
     tools = _tools(given.get("tools"))
     parse_calls, forced = _tool_choice(given.get("tool_choice"), tools)
-    ignored = [name for name in given if name in TRAINER_OWNED | HINTS]
+    hints = HINTS | {"tool_choice"} if forced else HINTS
     return ChatRequest(
         messages=_messages(given.get("messages")),
         tools=tools,
@@ -129,7 +129,7 @@ def parse_chat_request(body: Any) -> ChatRequest:
         stream=_boolean(given, "stream"),
         include_usage=_include_usage(given.get("stream_options")),
         model=_model(given.get("model", "")),
-        ignored=tuple(sorted([*ignored, "tool_choice"] if forced else ignored)),
+        ignored={name: given[name] for name in sorted(given.keys() & (TRAINER_OWNED | hints))},
     )
 
 
@@ -148,7 +148,7 @@ def _model(model: Any) -> str:
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    if not tools:
+    if tools is None:
         return None
     if not isinstance(tools, list):
         raise bad_request("tools", "is a list of tools")
@@ -162,9 +162,9 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
             raise not_supported(f"{where}.type", "only tools of type 'function' exist here")
         if not isinstance(tool["function"].get("name"), str):
             raise bad_request(f"{where}.function.name", "is a string")
-        if not isinstance(tool["function"].get("parameters") or {}, dict):
+        if not isinstance(tool["function"].get("parameters", {}), dict | None):
             raise bad_request(f"{where}.function.parameters", "is a JSON schema object")
-    return tools
+    return tools or None
 
 
 def _tool_choice(choice: Any, tools: list[dict[str, Any]] | None) -> tuple[bool, bool]:
@@ -190,7 +190,7 @@ def _max_tokens(given: Mapping[str, Any]) -> int | None:
 
 
 def _stop(stop: Any) -> tuple[str, ...]:
-    stops = [stop] if isinstance(stop, str) else stop or []
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(stops, list) or not all(isinstance(one, str) for one in stops):
         raise bad_request("stop", "is a string or a list of strings")
     if len(stops) > _MAX_STOPS or any(len(one) > _MAX_STOP_LENGTH for one in stops):
@@ -212,7 +212,10 @@ def _include_usage(options: Any) -> bool:
         return False
     if not isinstance(options, dict):
         raise bad_request("stream_options", "is an object")
-    return bool(options.get("include_usage"))
+    include_usage = options.get("include_usage")
+    if not isinstance(include_usage, bool | None):
+        raise bad_request("stream_options.include_usage", "is true or false")
+    return bool(include_usage)
 
 
 @attrs.frozen(eq=False)

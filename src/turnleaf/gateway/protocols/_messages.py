@@ -37,7 +37,8 @@ def normalise(raw: Any, where: str) -> Message:
         "content": _text(raw.get("content"), f"{where}.content"),
     }
     name = raw.get("name")
-    if name is not None:
+    # An assistant's name is the client's own: no reply of ours had one.
+    if name is not None and role != "assistant":
         message["name"] = _string(name, f"{where}.name")
     if role == "assistant":
         _add_assistant_fields(message, raw, where)

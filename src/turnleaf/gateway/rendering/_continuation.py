@@ -17,7 +17,7 @@ import attrs
 
 from turnleaf.gateway.rendering._control import ControlledTokenizer, Shield
 from turnleaf.gateway.rendering._errors import RenderError
-from turnleaf.gateway.rendering._template import Message, Template, Tool
+from turnleaf.gateway.rendering._template import Message, Template, Tool, without_reasoning
 
 __all__ = ["Continuation", "Continuations"]
 
@@ -68,12 +68,13 @@ class Continuation:
     """Text from the end of a reply on, with stand-ins of `shield` in it.
 
     text: it starts with the close of the reply's turn. keeps_reasoning: whether the template shows
-    the reasoning of the turns before.
+    the reasoning of the turns before. shows_reasoning: whether it shows any of what follows.
     """
 
     text: str
     shield: Shield
     keeps_reasoning: bool
+    shows_reasoning: bool
 
 
 class Continuations:
@@ -120,28 +121,34 @@ class Continuations:
         clock: datetime | None,
     ) -> Continuation | None:
         calls = reply.get("tool_calls") or ()
-        messages: list[Message] = [_QUESTION]
+        earlier: Message = {"role": "assistant", "content": "answer"}
+        middle = _QUESTION
         if tools:
-            messages += [
-                {**_assistant([_call(0, {})]), "reasoning_content": self._earlier},
-                _tool_result(0, "result"),
-            ]
-        ending = _with_sentinel(calls, self._sentinel)
-        messages += [{**ending, "reasoning_content": self._later}, *new]
+            earlier, middle = _assistant([_call(0, {})]), _tool_result(0, "result")
+        past = [
+            _QUESTION,
+            {**earlier, "reasoning_content": self._earlier},
+            middle,
+            {**_with_sentinel(calls, self._sentinel), "reasoning_content": self._later},
+        ]
         shield = self._tokenizer.shield()
-        try:
-            text = self._template.render(messages, tools, prompt=True, clock=clock, shield=shield)
-        except RenderError:
-            return None
-        before, found, after = text.partition(self._sentinel)
+        text = self._render([*past, *new], tools, prompt=True, clock=clock, shield=shield)
+        before, found, after = (text or "").partition(self._sentinel)
         end = self._call_end if calls else ""
         if not found or self._sentinel in after or end is None or not after.startswith(end):
             return None
         after = after[len(end) :]
         if not after.startswith(self.close) or not self._tokenizer.starts_with_control(after):
             return None
-        shown = self._later in before and (not tools or self._earlier in before)
-        return Continuation(after, shield, shown)
+        silent = without_reasoning(new)
+        return Continuation(
+            after,
+            shield,
+            keeps_reasoning=self._earlier in before and self._later in before,
+            shows_reasoning=silent is not None
+            and text
+            != self._render([*past, *silent], tools, prompt=True, clock=clock, shield=shield),
+        )
 
     def _reply(self, *, calls: bool) -> Message:
         return _with_sentinel([_call(0, {})] if calls else (), self._sentinel)
@@ -151,13 +158,18 @@ class Continuations:
         return text.partition(self._sentinel)[2] if text else None
 
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None, *, prompt: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        *,
+        prompt: bool,
+        clock: datetime | None = _CLOCK,
+        shield: Shield | None = None,
     ) -> str | None:
-        shield = self._tokenizer.shield()
+        """The text; None when the template refuses these messages."""
+        shield = shield or self._tokenizer.shield()
         try:
-            return self._template.render(
-                messages, tools, prompt=prompt, clock=_CLOCK, shield=shield
-            )
+            return self._template.render(messages, tools, prompt=prompt, clock=clock, shield=shield)
         except RenderError:
             return None
 

@@ -14,7 +14,7 @@ from turnleaf.gateway.rendering._continuation import Continuations
 from turnleaf.gateway.rendering._control import ControlledTokenizer
 from turnleaf.gateway.rendering._errors import RenderError
 from turnleaf.gateway.rendering._loading import load_checkpoint
-from turnleaf.gateway.rendering._template import Message, Template, Tool
+from turnleaf.gateway.rendering._template import Message, Template, Tool, without_reasoning
 from turnleaf.gateway.rendering.parsers import (
     CallParser,
     ParsedCall,
@@ -22,7 +22,7 @@ from turnleaf.gateway.rendering.parsers import (
     Segments,
 )
 
-__all__ = ["Parsed", "Renderer"]
+__all__ = ["Parsed", "Rendered", "Renderer"]
 
 
 @attrs.frozen
@@ -37,6 +37,18 @@ class Parsed:
     reasoning: str
     calls: tuple[ParsedCall, ...]
     malformed: int
+
+
+@attrs.frozen(eq=False)
+class Rendered:
+    """Tokens of a prompt.
+
+    ids: int32[n]. shows_reasoning: they hold reasoning of a message, which the template may omit
+    once there are further messages.
+    """
+
+    ids: TokenIds
+    shows_reasoning: bool
 
 
 @attrs.frozen(eq=False)
@@ -106,16 +118,22 @@ class Renderer:
         tools: Sequence[Tool] | None = None,
         *,
         clock: datetime | None = None,
-    ) -> TokenIds:
-        """The whole conversation and the generation prompt, int32[n].
+    ) -> Rendered:
+        """The whole conversation and the generation prompt.
 
         The ids equal the tokenizer's own encoding of the rendered text, except that control tokens
         which a message or tool spells out become ordinary tokens. clock: what the template's
         `strftime_now` tells; None is now. Raises RenderError.
         """
         shield = self._tokenizer.shield()
-        text = self._template.render(messages, tools, prompt=True, clock=clock, shield=shield)
-        return np.array(self._tokenizer.encode(text, shield), dtype=np.int32)
+
+        def text_of(messages: Sequence[Message]) -> str:
+            return self._template.render(messages, tools, prompt=True, clock=clock, shield=shield)
+
+        text = text_of(messages)
+        silent = without_reasoning(messages)
+        ids = np.array(self._tokenizer.encode(text, shield), dtype=np.int32)
+        return Rendered(ids, silent is not None and text_of(silent) != text)
 
     def extend(
         self,
@@ -126,12 +144,12 @@ class Renderer:
         *,
         reasoning: bool,
         clock: datetime | None = None,
-    ) -> TokenIds | None:
-        """What follows a path of tokens that ends with the sampled `output`, int32[n].
+    ) -> Rendered | None:
+        """What follows a path of tokens that ends with the sampled `output`.
 
         That is: what `output` lacks of the close of its turn, the messages `new`, and the
-        generation prompt. reply: the message that `output` was parsed into. reasoning: a turn on
-        the path, since the path was last rendered, sampled reasoning.
+        generation prompt. reply: the message that `output` was parsed into. reasoning: the path
+        holds reasoning, sampled or rendered.
 
         None when the path must be rendered anew: the template now omits that reasoning, or it is
         not proved to continue such a conversation without rewriting it. Raises RenderError.
@@ -140,7 +158,8 @@ class Renderer:
         if continued is None or (reasoning and not continued.keeps_reasoning):
             return None
         ids = self._tokenizer.encode(continued.text, continued.shield)
-        return np.array(ids[self._closed(output, ids) :], dtype=np.int32)
+        added = np.array(ids[self._closed(output, ids) :], dtype=np.int32)
+        return Rendered(added, continued.shows_reasoning)
 
     def parse(
         self,
@@ -185,13 +204,19 @@ class Renderer:
         self, output: TokenIds, finish_reason: FinishReason, matched: str | int | None
     ) -> str:
         ids = output.tolist()
-        if isinstance(matched, str):
+        if isinstance(matched, str) and matched:
             text = self._tokenizer.decode(ids)
-            at = text.rfind(matched) if finish_reason == "stop" and matched else -1
+            at = self._stopped_at(text, ids, matched) if finish_reason == "stop" else -1
             return text if at < 0 else text[:at]
         if ids and (ids[-1] in self.stop_ids or ids[-1] == matched):
             ids.pop()
         return self._tokenizer.decode(ids)
+
+    def _stopped_at(self, text: str, ids: list[int], stop: str) -> int:
+        """Where the stop string begins that the last token completed, or else the first; or -1."""
+        before = len(self._tokenizer.decode(ids[:-1]))
+        at = text.find(stop, max(before - len(stop) + 1, 0))
+        return text.find(stop) if at < 0 else at
 
 
 def _opened_reasoning(

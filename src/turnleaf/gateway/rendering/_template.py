@@ -12,7 +12,7 @@ from turnleaf.core import ContractError
 from turnleaf.gateway.rendering._control import Shield
 from turnleaf.gateway.rendering._errors import RenderError
 
-__all__ = ["Message", "Template", "Tool"]
+__all__ = ["Message", "Template", "Tool", "without_reasoning"]
 
 Message = Mapping[str, Any]
 """`role`; `content`, a string; where they apply `reasoning_content`, `tool_calls` (arguments as a
@@ -98,3 +98,13 @@ class Template:
                 f"the chat template cannot render these messages: {shield.restore(str(error))}"
             ) from error
         return text
+
+
+def without_reasoning(messages: Sequence[Message]) -> list[Message] | None:
+    """The messages without what was thought in them; None when that changes nothing."""
+    if not any(message.get("reasoning_content") for message in messages):
+        return None
+    return [
+        {field: value for field, value in message.items() if field != "reasoning_content"}
+        for message in messages
+    ]
