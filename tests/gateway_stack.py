@@ -117,8 +117,8 @@ async def running_gateway(
 
 
 @asynccontextmanager
-async def openai_client(key: Key) -> AsyncIterator[AsyncOpenAI]:
-    client = AsyncOpenAI(base_url=key.base_url, api_key=key.secret, max_retries=0)
+async def openai_client(key: Key, *, max_retries: int = 0) -> AsyncIterator[AsyncOpenAI]:
+    client = AsyncOpenAI(base_url=key.base_url, api_key=key.secret, max_retries=max_retries)
     try:
         yield client
     finally:

@@ -318,14 +318,18 @@ async def test_limits_belong_to_the_request_and_never_leak() -> None:
 
 
 async def test_stop_text_is_trimmed_for_the_agent_and_kept_in_the_tokens() -> None:
-    async with running_gateway([{"text": "one two END three"}], template="qwen2_5") as stack:
+    script = [{"text": "one two END three"}, {"text": "one\n\n\ntwo"}]
+    async with running_gateway(script, template="qwen2_5") as stack:
         key = await stack.open()
         async with openai_client(key) as client:
             choice = (await ask(client, [USER], stop=["END"])).choices[0]
-        assert choice.message.content == "one two "
-        assert choice.finish_reason == "stop"
-        (leaf,) = (await stack.close(key)).leaves()
-    assert text_of(leaf) == "one two END"
+            assert choice.message.content == "one two "
+            assert choice.finish_reason == "stop"
+            choice = (await ask(client, [USER], stop=["\n\n"])).choices[0]
+            assert choice.message.content == "one"
+        first, second = (await stack.close(key)).leaves()
+    assert text_of(first) == "one two END"
+    assert text_of(second) == "one\n\n\n"
 
 
 async def test_a_client_that_goes_away_frees_the_engine_and_its_turn_is_not_trained() -> None:
@@ -361,6 +365,16 @@ async def test_closing_a_key_ends_its_calls(aborted: bool) -> None:
     (turn,) = trajectory.turns
     assert turn.excluded == ("aborted" if aborted else "undelivered")
     assert trajectory.leaves() == []
+
+
+async def test_the_calls_of_a_key_end_with_it() -> None:
+    async with running_gateway([{"text": "too late", "hang": True}]) as stack:
+        key = await stack.gateway.open_key(name="r", sampling={}, purpose="train", expires_in=0.5)
+        async with openai_client(key) as client:
+            with pytest.raises(openai.AuthenticationError, match="has ended"):
+                await ask(client, [USER])
+        trajectory = await stack.close(key)
+    assert [turn.excluded for turn in trajectory.turns] == ["aborted"]
 
 
 async def test_a_key_closed_while_a_body_arrives_serves_nothing() -> None:
@@ -419,6 +433,14 @@ async def test_engine_failures_are_retried_and_lasting_ones_are_told() -> None:
                 await ask(client, [USER])
         assert failed.value.status_code == 502
         assert len(await stack.close(key)) == 0
+    async with running_gateway([]) as stack:
+        key = await stack.open()
+        async with openai_client(key, max_retries=2) as client:
+            with pytest.raises(openai.APIStatusError, match="refuses the call") as refused:
+                await ask(client, [USER])
+        assert refused.value.status_code == 424
+        assert len(stack.engine.calls) == 1
+        await stack.close(key)
 
 
 async def test_a_turn_may_be_kept_as_context_only() -> None:
@@ -467,7 +489,10 @@ async def test_what_is_served_and_what_is_not() -> None:
             assert missing.status_code == 404
             assert "/v1/chat/completions" in missing.json()["error"]["message"]
         chat = f"{root}/v1/chat/completions"
-        assert (await http.get(chat, headers=headers)).status_code == 405
+        for method in ("GET", "PATCH", "OPTIONS"):
+            wrong = await http.request(method, chat, headers=headers)
+            assert wrong.status_code == 404
+            assert "POST /v1/chat/completions" in wrong.json()["error"]["message"]
         bad = await http.post(chat, headers=headers, content=b"{")
         assert bad.status_code == 400
         assert "not JSON" in bad.json()["error"]["message"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.abc
 import attrs
 import httpx
 import pytest
@@ -160,6 +161,30 @@ async def test_bad_configuration_is_told_by_its_remedy(engine_url: str, tmp_path
         WorkerConfig.from_mapping(config(engine_url).to_mapping() | {"prot": 1})
 
 
+async def test_a_trajectory_whose_reply_was_lost_is_asked_for_again() -> None:
+    asked = 0
+
+    async def answer(stream: anyio.abc.SocketStream) -> None:
+        nonlocal asked
+        async with stream:
+            await stream.receive()
+            asked += 1
+            if asked > 1:
+                body = Trajectory().to_json()
+                head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
+                await stream.send(head + body)
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listener.serve, answer)
+            client = GatewayClient(f"http://127.0.0.1:{port}", "t", base_url="")
+            assert await client.close_key("key-1") == Trajectory()
+            await client.aclose()
+            tasks.cancel_scope.cancel()
+    assert asked == 2
+
+
 def first_of_a_free_range() -> int:
     while True:
         with ExitStack() as held, socket.create_server(("127.0.0.1", 0)) as probe:
@@ -205,7 +230,8 @@ async def test_a_killed_trainer_takes_its_worker_along(engine_url: str, tmp_path
             from turnleaf.gateway import WorkerConfig, run_worker
 
             async def main():
-                async with run_worker(WorkerConfig.from_mapping(json.loads(sys.argv[1]))) as it:
+                config = json.loads(sys.stdin.readline())
+                async with run_worker(WorkerConfig.from_mapping(config)) as it:
                     print(it.base_url, flush=True)
                     await anyio.sleep_forever()
 
@@ -215,10 +241,12 @@ async def test_a_killed_trainer_takes_its_worker_along(engine_url: str, tmp_path
     )
     mapping = json.dumps(config(engine_url).to_mapping())
     async with (
-        await anyio.open_process([sys.executable, str(trainer), mapping]) as process,
+        await anyio.open_process([sys.executable, str(trainer)]) as process,
         httpx.AsyncClient() as http,
     ):
+        assert process.stdin is not None
         assert process.stdout is not None
+        await process.stdin.send(mapping.encode() + b"\n")
         base_url = (await process.stdout.receive()).decode().strip()
         health = base_url.removesuffix("/v1") + "/healthz"
         assert (await http.get(health)).status_code == 200

@@ -1,6 +1,7 @@
 """The agents' listener: chat completions, the agent's own trajectory, health."""
 
 import logging
+import time
 from collections.abc import Iterator
 
 import anyio
@@ -48,22 +49,27 @@ def agents_app(
         record = keys.authenticate(bearer(request))
         return Response(record.trajectory.to_json(), media_type="application/json")
 
-    async def not_here(request: Request) -> Response:
-        raise RequestError(
+    async def not_here(request: Request, _: Exception) -> Response:
+        error = RequestError(
             404,
-            f"{request.url.path} is not served: this gateway speaks OpenAI chat completions, at "
-            "/v1/chat/completions",
+            f"{request.method} {request.url.path} is not served: this gateway speaks OpenAI chat "
+            "completions, at POST /v1/chat/completions",
             code="not_found",
         )
+        return json_response(error.body(), error.status)
 
     return Starlette(
         routes=[
             Route("/healthz", health),
             Route("/v1/models", guarded(models)),
             Route("/v1/trajectory", guarded(trajectory)),
-            Route("/v1/chat/completions", ChatCompletions(keys, turns, keep_alive)),
-            Route("/{path:path}", guarded(not_here), methods=["GET", "POST", "PUT", "DELETE"]),
-        ]
+            Route(
+                "/v1/chat/completions",
+                ChatCompletions(keys, turns, keep_alive),
+                methods=["POST"],
+            ),
+        ],
+        exception_handlers={404: not_here, 405: not_here},
     )
 
 
@@ -78,8 +84,6 @@ class ChatCompletions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         try:
-            if request.method != "POST":
-                raise RequestError(405, "chat completions are asked for with POST")
             self._keys.authenticate(bearer(request))
             chat = parse_chat_request(await read_json(request))
             trained = _is_trained(request)
@@ -117,8 +121,13 @@ class ChatCompletions:
             outcome = await self._sample(record, chat, trained, call)
             ready.set()
 
+        async def end_with_key() -> None:
+            await anyio.sleep(record.expires_at - time.monotonic())
+            call.end("aborted")
+
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(client.watch)
+            tasks.start_soon(end_with_key)
             tasks.start_soon(sample)
             while not ready.is_set():
                 with anyio.move_on_after(self._keep_alive):

@@ -6,7 +6,14 @@ from typing import Any
 
 import httpx
 
-from turnleaf.core import ContractError, GatewayError, Key, Purpose, Trajectory
+from turnleaf.core import (
+    ContractError,
+    GatewayError,
+    Key,
+    Purpose,
+    Trajectory,
+    TrajectoryError,
+)
 from turnleaf.gateway._child import child_process
 from turnleaf.gateway._config import WorkerConfig
 
@@ -14,6 +21,10 @@ __all__ = ["GatewayClient", "run_worker"]
 
 TIMEOUT = 30.0
 """Seconds that the control listener may take; closing a key takes at most a few."""
+
+
+class WorkerSilentError(GatewayError):
+    """A worker did not answer: it ended, or its reply was lost."""
 
 
 class GatewayClient:
@@ -28,6 +39,8 @@ class GatewayClient:
         self._http = httpx.AsyncClient(
             base_url=control_url,
             headers={"authorization": f"Bearer {token}"},
+            # An abort closes the keys of a whole batch at once.
+            limits=httpx.Limits(max_connections=None),
             timeout=TIMEOUT,
             trust_env=False,
         )
@@ -46,14 +59,24 @@ class GatewayClient:
             "purpose": purpose,
             "expires_in": expires_in,
         }
-        fields = (await self._request("POST", "/keys", json=body)).json()
-        return Key(id=fields["id"], base_url=fields["base_url"], secret=fields["secret"])
+        response = await self._request("POST", "/keys", json=body)
+        try:
+            return Key(**response.json())
+        except (TypeError, ValueError):
+            raise GatewayError("the gateway worker sent no key; is it another version?") from None
 
     async def close_key(self, key_id: str, *, aborted: bool = False) -> Trajectory:
         """See `turnleaf.core.Gateway`. Closing a key again returns the same trajectory."""
         params = {"aborted": "true" if aborted else "false"}
-        response = await self._request("DELETE", f"/keys/{key_id}", params=params)
-        return Trajectory.from_json(response.content)
+        try:
+            response = await self._request("DELETE", f"/keys/{key_id}", params=params)
+        except WorkerSilentError:
+            # The reply may have been lost on its way; the worker still has the trajectory.
+            response = await self._request("DELETE", f"/keys/{key_id}", params=params)
+        try:
+            return Trajectory.from_json(response.content)
+        except TrajectoryError as error:
+            raise GatewayError(f"the gateway worker sent no trajectory: {error}") from error
 
     async def close_all(self, purpose: Purpose) -> None:
         """See `turnleaf.core.Gateway`."""
@@ -63,7 +86,7 @@ class GatewayClient:
         try:
             response = await self._http.request(method, path, **content)
         except httpx.HTTPError as error:
-            raise GatewayError(
+            raise WorkerSilentError(
                 f"the gateway worker at {self._http.base_url} did not answer {method} {path} "
                 f"({type(error).__name__}: {error}); if it ended, its log on stderr says why"
             ) from error

@@ -33,7 +33,7 @@ class WorkerConfig:
     any free one, another starts a range of `PORTS`. control_host: where the trainer connects.
     public_url: what agents are told instead of host and port, `{port}` filled in.
     template_arguments: passed to the chat template on every render. max_context_tokens: None for
-    the model's own limit. engine_retry_budget: seconds.
+    the model's own limit.
     """
 
     engine_url: str
@@ -49,7 +49,6 @@ class WorkerConfig:
     max_context_tokens: int | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
-    engine_retry_budget: float = 30.0
 
     @classmethod
     def for_settings(

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from turnleaf.gateway.protocols import RequestError
 
-__all__ = ["ClientDisconnect", "bearer", "guarded", "json_response", "read_json"]
+__all__ = ["bearer", "guarded", "json_response", "read_json"]
 
 BODY_LIMIT = 32 * 1024 * 1024
 """Bytes of a request body."""
@@ -65,6 +65,8 @@ def guarded(
     async def answer(request: Request) -> Response:
         try:
             return await endpoint(request)
+        except ClientDisconnect:
+            return Response(status_code=400)  # to nobody
         except RequestError as error:
             return json_response(error.body(), error.status, error.headers())
 

@@ -8,6 +8,8 @@ import anyio
 import uvicorn
 from starlette.types import ASGIApp
 
+from turnleaf.gateway._bounded_http import BoundedHttpProtocol
+
 __all__ = ["BACKLOG", "served"]
 
 BACKLOG = 4096
@@ -36,6 +38,7 @@ async def served(app: ASGIApp, listening: socket.socket) -> AsyncIterator[None]:
             app,
             access_log=False,
             backlog=BACKLOG,
+            http=BoundedHttpProtocol,
             lifespan="off",
             log_config=None,
             proxy_headers=False,

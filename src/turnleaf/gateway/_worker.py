@@ -48,7 +48,7 @@ def main() -> int:
 
 
 async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
-    engine = SGLangEngine(config.engine_url, retry_budget=config.engine_retry_budget)
+    engine = SGLangEngine(config.engine_url)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(engine.aclose)
         await _check(engine)
