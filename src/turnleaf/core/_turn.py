@@ -91,7 +91,7 @@ class TurnTimings:
     """Where a turn's time went; seconds.
 
     started: Unix time at which the request was accepted.
-    engine: spent waiting for the engine. total: from acceptance until the reply was handed over.
+    engine: spent waiting for the engine. total: from acceptance until the turn was recorded.
     """
 
     started: float = 0.0

@@ -34,13 +34,14 @@ RETRY_AFTER = 2
 class Prepared:
     """A request whose prompt is built.
 
-    prompt: int32[n], the whole prompt. shows_reasoning: it holds reasoning of earlier messages.
+    started: Unix time, began: `time.monotonic`. prompt: int32[n], the whole prompt. shows_reasoning: it holds reasoning of earlier messages.
     max_new_tokens: the least of the agent's, the trainer's and what the context leaves.
     """
 
     turn_id: str
     index: int
     started: float
+    began: float
     request: ChatRequest
     trained: bool
     conversation: Conversation
@@ -76,7 +77,7 @@ class Turns:
                 param="tools",
             )
         self._warn_of_ignored(record, request)
-        started = time.time()
+        started, began = time.time(), time.monotonic()
         conversation = record.history.read(request.messages, request.tools)
         match = record.history.match(
             conversation, lambda turn_id: record.trajectory.turn(turn_id).excluded != "undelivered"
@@ -93,6 +94,7 @@ class Turns:
             turn_id=f"chatcmpl-{secrets.token_hex(12)}",
             index=record.take_index(),
             started=started,
+            began=began,
             request=request,
             trained=trained,
             conversation=conversation,
@@ -234,7 +236,7 @@ class Turns:
             timings=TurnTimings(
                 started=prepared.started,
                 engine=engine_seconds,
-                total=time.time() - prepared.started,
+                total=time.monotonic() - prepared.began,
             ),
             excluded=excluded,
         )
