@@ -16,10 +16,18 @@ pytestmark = pytest.mark.anyio
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-    while (await receive()).get("more_body"):
-        pass
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"fine"})
+    """Repeats a short body; waits for the client to leave when it says so."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message.get("more_body", False)
+    if body == b"wait":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        return
+    headers = [(b"content-length", b"%d" % len(body[:4]))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body[:4]})
 
 
 @pytest.fixture
@@ -71,5 +79,34 @@ async def test_a_large_body_and_requests_one_after_another_are_no_long_head(port
             await stream.send(request)
             received = b""
             with anyio.fail_after(10):
-                while b"fine" not in received:
+                while not received.endswith(b"bbbb"):
                     received += await stream.receive()
+
+
+@pytest.mark.parametrize("offered", [b"h2c", b"websocket"])
+async def test_an_offer_to_upgrade_is_ignored_and_the_body_read(port: int, offered: bytes) -> None:
+    head = (
+        b"POST / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: "
+        + offered
+        + b"\r\nHTTP2-Settings: AAMAAABkAAQAAP\r\nContent-Length: 4\r\n\r\n"
+    )
+    async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+        for piece in (head[:20], head[20:], b"bo", b"dy"):
+            await stream.send(piece)
+        received = b""
+        with anyio.fail_after(10):
+            while not received.endswith(b"body"):
+                received += await stream.receive()
+    assert received.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_second_request_before_the_answer_ends_the_connection(
+    port: int, at_once: bool
+) -> None:
+    body = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nwait"
+    pieces = [body + body] if at_once else [body, body]
+    async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+        for piece in pieces:
+            await stream.send(piece)
+        assert await closes(stream)

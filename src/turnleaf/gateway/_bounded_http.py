@@ -1,61 +1,91 @@
-"""uvicorn's HTTP protocol with limits on what comes before a request's body.
+"""uvicorn's HTTP protocol for clients that are not trusted.
 
 uvicorn limits neither the size of a request's head nor the time that it may take, and a head is
-read before any key can be checked.
+read before any key can be checked. Its parser stops at a head that offers an upgrade, as Java's
+HTTP client does on every first request, and the request's body is lost. And it stops listening to a
+client that sends a second request before the first is answered, so that a disconnect goes unseen.
 """
 
+import re
 from asyncio import TimerHandle, Transport
+from typing import cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 __all__ = ["HEAD_LIMIT", "HEAD_TIMEOUT", "BoundedHttpProtocol"]
 
 HEAD_LIMIT = 64 * 1024
 """Bytes of a request line with its headers."""
 HEAD_TIMEOUT = 30.0
-"""Seconds from the first byte of a connection or request until its headers are complete."""
+"""Seconds from a connection's start, or a head's first byte, until the head is complete."""
+
+_TOO_EARLY = "it sent a request before the one before was answered"
+_END = b"\r\n\r\n"
+_UPGRADE = re.compile(rb"(?<=\r\n)(?:upgrade|http2-settings)[ \t]*:.*?\r\n", re.IGNORECASE)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Closes a connection whose request head is too large or takes too long."""
+    """Hands complete heads of limited size to the parser, without offers to upgrade.
 
-    _head_size = 0
+    A connection is closed when its head is too large or too slow, and when it sends a request
+    before the one before is answered.
+    """
+
+    _head: bytearray | None
     _head_timer: TimerHandle | None = None
+    _may_begin = False
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_head()
+        self._head = bytearray()
+        self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_complete()
+        self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._head is not None:
+            self._start_timer()
+            self._head += data
+            self._head = self._head.lstrip(b"\r\n")
+            end = self._head.find(_END)
+            if end > HEAD_LIMIT or (end < 0 and len(self._head) > HEAD_LIMIT):
+                self._give_up("its request's head is too large")
+            if end < 0 or self.transport.is_closing():
+                return
+            earlier = cast("RequestResponseCycle | None", self.cycle)  # there is none at first
+            if earlier is not None and not earlier.response_complete:
+                self._give_up(_TOO_EARLY)
+                return
+            head, body = self._head[: end + len(_END)], self._head[end + len(_END) :]
+            data = _UPGRADE.sub(b"", bytes(head)) + bytes(body)
+            self._stop_timer()
+            self._head, self._may_begin = None, True
         super().data_received(data)
-        # Only what arrives while no head is complete counts: the rest is body, limited elsewhere.
-        if self._head_timer is not None:
-            self._head_size += len(data)
-            if self._head_size > HEAD_LIMIT:
-                self._give_up()
 
     def on_message_begin(self) -> None:
-        self._expect_head()
+        if not self._may_begin:
+            self._give_up(_TOO_EARLY)
+            raise ValueError(_TOO_EARLY)  # ends the parsing
+        self._may_begin = False
         super().on_message_begin()
 
-    def on_headers_complete(self) -> None:
-        self._head_complete()
-        super().on_headers_complete()
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._head = bytearray()
 
-    def _expect_head(self) -> None:
+    def _start_timer(self) -> None:
         if self._head_timer is None:
-            self._head_size = 0
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._give_up)
+            self._head_timer = self.loop.call_later(
+                HEAD_TIMEOUT, self._give_up, "its request's head took too long"
+            )
 
-    def _head_complete(self) -> None:
+    def _stop_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _give_up(self) -> None:
-        self.logger.warning("a connection was closed: its request's head is too large or too slow")
+    def _give_up(self, why: str) -> None:
+        self.logger.warning("a connection was closed: %s", why)
         self.transport.abort()

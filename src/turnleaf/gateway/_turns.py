@@ -34,8 +34,9 @@ RETRY_AFTER = 2
 class Prepared:
     """A request whose prompt is built.
 
-    started: Unix time, began: `time.monotonic`. prompt: int32[n], the whole prompt. shows_reasoning: it holds reasoning of earlier messages.
-    max_new_tokens: the least of the agent's, the trainer's and what the context leaves.
+    started: Unix time. began: the same moment by `time.monotonic`. prompt: int32[n], the whole
+    prompt. shows_reasoning: it holds reasoning of earlier messages. max_new_tokens: the least of
+    the agent's, the trainer's and what the context leaves.
     """
 
     turn_id: str
