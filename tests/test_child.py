@@ -122,6 +122,52 @@ async def test_a_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPat
     assert child.returncode == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("forked", [False, True])
+async def test_a_killed_parent_takes_its_child_along(tmp_path: Path, forked: bool) -> None:
+    """A process that the parent forked holds the child's stdin open after the parent's death."""
+    parent = tmp_path / "parent.py"
+    parent.write_text(
+        textwrap.dedent(
+            f"""
+            import os, sys, time, anyio
+            from turnleaf.gateway._child import child_process
+
+            async def main():
+                async with child_process({MODULE!r}, {{"do": "serve"}}) as child:
+                    fork = os.fork() if {forked} else None
+                    if fork == 0:
+                        time.sleep(60)
+                        os._exit(0)
+                    print(child.pid, fork or "", flush=True)
+                    await anyio.sleep_forever()
+
+            anyio.run(main)
+            """
+        )
+    )
+    async with await anyio.open_process([sys.executable, "-W", "ignore", str(parent)]) as process:
+        assert process.stdout is not None
+        child, *fork = map(int, (await process.stdout.receive()).split())
+        assert is_running(child)
+        process.send_signal(signal.SIGKILL)
+        try:
+            await until(lambda: not is_running(child))
+            assert all(map(is_running, fork))
+        finally:
+            for pid in fork:
+                os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_child_ends_at_once_though_a_fork_holds_its_stdin() -> None:
+    async with child_process(MODULE, {"do": "serve"}) as child:
+        assert child._process.stdin is not None
+        held = os.dup(child._process.stdin._stream.transport.get_extra_info("pipe").fileno())
+        began = anyio.current_time()
+    assert anyio.current_time() - began < 5
+    assert child.returncode == 0
+    os.close(held)
+
+
 async def test_cancellation_ends_the_child() -> None:
     with anyio.CancelScope() as scope:
         async with child_process(MODULE, {"do": "serve"}) as child:

@@ -306,6 +306,15 @@ def test_arguments_that_are_no_json_object_stay_text(arguments: str) -> None:
     assert conversation.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
+def test_nothing_is_kept_of_a_request_that_led_to_no_turn() -> None:
+    history = History()
+    before = repr(vars(history))
+    history.match(history.read([USER, REPLY, *RESULTS], [{"type": "function"}]), delivered)
+    with pytest.raises(RequestError):
+        history.read([USER, {"role": "robot"}], None)
+    assert repr(vars(history)) == before
+
+
 @given(strategies.agent_chats(), st.data())
 def test_a_recorded_reply_is_found_again_behind_any_continuation(
     chat: list[dict[str, Any]], data: st.DataObject

@@ -164,6 +164,16 @@ async def test_a_result_that_echoes_the_secret_and_is_not_json_hides_it():
     assert_silent(caught.value)
 
 
+@pytest.mark.parametrize("status", ["200 OK", "500 No"])
+async def test_a_secret_that_the_excerpt_of_a_long_body_cuts_shows_no_piece(status):
+    for kept in range(len(SECRET) + 1):
+        body = b" " * (64 * 1024 - kept) + SECRET.encode() + b" " * 100
+        async with replying(body, status) as url:
+            with pytest.raises((BadResultError, AgentError)) as caught:
+                await run(url)
+        assert SECRET[:3] not in str(caught.value)
+
+
 async def test_a_compressed_result_cannot_swell():
     body = gzip.compress(b" " * 50_000_000 + b"{}")
     framing = f"Content-Encoding: gzip\r\nContent-Length: {len(body)}"

@@ -1,5 +1,7 @@
 import asyncio
 import concurrent.futures
+import re
+import subprocess
 import sys
 import threading
 import traceback
@@ -13,6 +15,8 @@ from turnleaf.sessions import LocalSession
 pytestmark = pytest.mark.anyio
 
 SECRET = "tl-secret-of-this-rollout"
+SHADOWED = ("colorsys", "wave")
+"""Modules of the standard library that nothing here needs."""
 
 
 async def run(target, payload=None):
@@ -102,6 +106,53 @@ async def test_a_file_is_loaded_with_its_neighbours_and_only_once(write_agent):
         sessions = list(pool.map(LocalSession, [f"{path}:run"] * 8))
     assert len({session._function for session in sessions}) == 1
     assert await run(f"{path}:run") == {"loaded": 1}
+
+
+async def test_neighbours_come_first_while_a_file_is_loaded_and_last_from_then_on(write_agent):
+    path = write_agent(
+        "import colorsys\n"
+        "def run(payload):\n"
+        "    import chunk_of_the_agent, wave\n"
+        "    return [colorsys.__name__ == 'colorsys', colorsys.mine, hasattr(wave, 'mine'),\n"
+        "            chunk_of_the_agent.mine]\n",
+        colorsys="mine = 1",
+        wave="mine = 1",
+        chunk_of_the_agent="mine = 2",
+    )
+    before, loaded = list(sys.path), {name: sys.modules.pop(name, None) for name in SHADOWED}
+    try:
+        assert await run(f"{path}:run") == [True, 1, False, 2]
+        assert sys.path == [*before, str(path.parent)]
+        LocalSession(f"{path.rename(path.with_name('second.py'))}:run")
+        assert sys.path == [*before, str(path.parent)]
+    finally:
+        for name, module in loaded.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+
+
+@pytest.mark.parametrize(
+    ("folders", "advice"),
+    [
+        (
+            ["crew", "agents"],
+            r"name it crew\.agents\.agent:run instead of its path, with {} on PYTH",
+        ),
+        ([], r"name it package\.module:run instead of its path, with the folder that holds"),
+    ],
+)
+def test_a_file_of_a_package_is_to_be_named_by_its_module(write_agent, tmp_path, folders, advice):
+    path = write_agent("from . import other\ndef run(payload): ...")
+    folder = tmp_path
+    for name in folders:
+        folder /= name
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+    path = path.rename(folder / "agent.py")
+    with pytest.raises(ContractError, match=r"ImportError at .*agent\.py:1: ") as caught:
+        LocalSession(f"{path}:run")
+    assert re.search(advice.format(re.escape(str(tmp_path))), str(caught.value))
 
 
 async def test_agents_of_the_same_file_name_are_told_apart(tmp_path, monkeypatch):
@@ -221,6 +272,53 @@ async def test_cancelling_abandons_a_blocked_thread():
     assert await anyio.to_thread.run_sync(ended.wait, 30)
 
 
+LEFT_BEHIND = """
+import asyncio, threading
+import anyio
+from turnleaf.sessions import LocalSession
+
+release, threads = threading.Event(), []
+
+async def cut_off():
+    loop, started = asyncio.get_running_loop(), anyio.Event()
+
+    def run(payload):
+        threads.append(threading.current_thread())
+        loop.call_soon_threadsafe(started.set)
+        release.wait()
+
+    async with LocalSession(run) as session, anyio.create_task_group() as tasks:
+        tasks.start_soon(session.run, {})
+        await started.wait()
+        tasks.cancel_scope.cancel()
+
+anyio.run(cut_off)
+release.set()
+threads[0].join()
+release.clear()
+anyio.run(cut_off)
+print("the end")
+"""
+
+
+def test_a_thread_left_behind_holds_up_no_exit_and_ends_in_silence():
+    program = subprocess.run(
+        [sys.executable, "-W", "error", "-c", LEFT_BEHIND],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert (program.stdout, program.stderr) == ("the end\n", "")
+
+
+async def test_a_plain_function_may_run_a_loop_of_its_own():
+    async def answer():
+        return {"reward": 1.0}
+
+    assert await run(lambda payload: anyio.run(answer)) == {"reward": 1.0}
+
+
 class Agent:
     def __call__(self, payload):
         return {"reward": 0.5}
@@ -228,7 +326,7 @@ class Agent:
 
 async def test_a_callable_object_is_an_agent():
     assert await run(Agent()) == {"reward": 0.5}
-    assert await run(dict, {"reward": 1.0}) == {"reward": 1.0}  # it shows no signature
+    assert await run(max, {"reward": 1.0}) == "reward"  # it shows no signature
 
 
 @pytest.mark.parametrize(
@@ -240,11 +338,13 @@ async def test_a_callable_object_is_an_agent():
         (":run", "which function runs it"),
         ("no/such/agent.py:run", r"there is no file /.*/no/such/agent\.py; correct the path"),
         ("no_such_package.agent:run", "there is no module 'no_such_package'"),
-        ("turnleaf.sesions:run", "no module 'turnleaf.sesions': did you mean 'turnleaf.sessions'?"),
+        ("turnleaf.sesions:run", "no module 'turnleaf.sesions'; did you mean 'turnleaf.sessions'?"),
         ("turnleaf..sessions:run", "not the dotted name of a module"),
-        ("copy:deepcpy", "copy has no 'deepcpy': did you mean 'deepcopy'?"),
+        ("copy:deepcpy", "copy has no 'deepcpy'; did you mean 'deepcopy'?"),
         ("string:digits", r"not callable \(it is a str\)"),
-        (7, r"not callable \(it is a int\)"),
+        (7, r"not callable \(it is an int\)"),
+        (Agent, "is a class; name a function, or an instance of the class"),
+        (f"{__name__}:Agent", "is a class; name a function, or an instance of the class"),
         (lambda *, payload: {}, "is called with one argument, the payload"),
         (lambda payload, context: {}, "missing a required argument: 'context'"),
         (f"{sys.executable}:run", "its name must end in .py"),
@@ -262,8 +362,8 @@ async def test_a_target_that_cannot_be_used_says_what_to_do(target, said):
         ("import os\nimport no_such_package", r"ModuleNotFoundError at .*agent\.py:2: No module"),
         ("1 / 0", r"ZeroDivisionError at .*agent\.py:1: division by zero"),
         ("import sys; sys.exit(2)", r"SystemExit at .*agent\.py:1: 2"),
-        ("def rnu(payload): ...", r"has no 'run': did you mean 'rnu'\? It has rnu\."),
-        ("x = 1", r"has no 'run'\. It has nothing of that kind\."),
+        ("def rnu(payload): ...", r": agent\.py has no 'run'; did you mean 'rnu'\? It has rnu\."),
+        ("x = 1", r": agent\.py has no 'run'\. It has nothing of that kind\."),
     ],
 )
 async def test_a_file_that_does_not_load_says_where(write_agent, source, said):

@@ -484,7 +484,7 @@ def test_parallel_calls_with_content_and_reasoning(load_renderer: Load) -> None:
         matched=IM_END,
     )
     assert parsed.reasoning == "hm"
-    assert parsed.content == "I'll compute both.\n"
+    assert parsed.content == "I'll compute both."
     assert parsed.calls == (ParsedCall("run", '{"expression":  "2+2"}'), ParsedCall("run", "{}"))
     assert parsed.malformed == 0
 
@@ -557,7 +557,7 @@ def test_xml_calls(load_renderer: Load) -> None:
         "ok\n<tool_call>\n<function=run>\n<parameter=a>\n5\n</parameter>\n</function>\n"
         "</tool_call><|im_end|>",
     )
-    assert parsed.content == "ok\n"
+    assert parsed.content == "ok"
     assert parsed.calls == (ParsedCall("run", '{"a": "5"}'),)
 
 

@@ -4,7 +4,6 @@ import logging
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from types import TracebackType
 from typing import Any, Self
 
 import anyio
@@ -65,12 +64,13 @@ class MemoryGateway:
     in_flight: dict[str, list[anyio.CancelScope]] = attrs.Factory(dict)
     on_open: Hook = nothing
     on_close: Hook = nothing
+    new_secret: Callable[[], str] = lambda: secrets.token_urlsafe(12)
 
     async def open_key(
         self, *, name: str, sampling: Mapping[str, Any], purpose: Purpose, expires_in: float
     ) -> Key:
         await self.on_open()
-        key = Key(f"key{len(self.opened)}", "http://gateway", secrets.token_urlsafe(12))
+        key = Key(f"key{len(self.opened)}", "http://gateway", self.new_secret())
         self.opened[key.id] = {
             "name": name,
             "sampling": sampling,
@@ -141,12 +141,7 @@ class Session:
         self.sessions.running += 1
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.sessions.on_leave()
         self.sessions.running -= 1
 
@@ -378,6 +373,37 @@ async def test_a_result_that_is_no_dict_breaks_the_contract(result: object) -> N
     assert len(rollout.trajectory) == 1
 
 
+class Unprintable:
+    def __repr__(self) -> str:
+        raise LookupError
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ({"reward": 10**5000}, "the agent's reward is <int that cannot be printed>, which is int"),
+        ({"reward": Unprintable()}, "is <Unprintable that cannot be printed>"),
+        ({"error": [Unprintable()]}, "reported an error: <list that cannot be printed>"),
+        ([10**5000], "the agent returned <list that cannot be printed>"),
+    ],
+)
+async def test_a_result_that_cannot_be_printed_fails_as_any_other(
+    result: object, said: str
+) -> None:
+    rollout = await played(answering(result))
+    assert (rollout.status, rollout.cause) == ("failed", "agent")
+    assert said in str(rollout.error)
+
+
+async def test_an_exception_that_cannot_be_printed_is_named_by_its_type() -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise LookupError
+
+    rollout = await played(raising(MuteError()))
+    assert str(rollout.error) == "row 3: the session failed: MuteError: its text cannot be made"
+
+
 @pytest.mark.parametrize("error", ["boom", "", 0, {"type": "X"}])
 async def test_an_error_without_a_reward_is_a_failure(error: object) -> None:
     rollout = await played(answering({"error": error, "reward": None}))
@@ -452,13 +478,8 @@ async def test_a_failing_task_of_the_session_itself_is_found() -> None:
             self.group.start_soon(raising(SessionError("lost the agent")), {})
             return self
 
-        async def __aexit__(
-            self,
-            kind: type[BaseException] | None,
-            error: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> None:
-            await self.group.__aexit__(kind, error, traceback)
+        async def __aexit__(self, *error: Any) -> None:
+            await self.group.__aexit__(*error)
 
     gateway = MemoryGateway()
     async with Background() as background:
@@ -926,11 +947,71 @@ async def test_a_key_shows_nowhere(
     async with Background() as background:
         rollout = await play(gateway, Sessions(agent, on_leave=leave), background)
     assert type(rollout.error) is kind
-    assert "Incorrect API key provided: [key]" in str(rollout.error)
+    assert "Incorrect API key provided: [api_key]" in str(rollout.error)
     assert rollout.error.__cause__ is None
-    assert "while stopping [key]" in caplog.text
+    assert "while stopping [api_key]" in caplog.text
     assert key
     assert key not in caplog.text + repr(rollout)
+
+
+KEY = "Zq7WJx0KvYbU5HgR"
+
+
+def pieces(text: str) -> list[str]:
+    return [KEY[at : at + 4] for at in range(len(KEY) - 3) if KEY[at : at + 4] in text]
+
+
+@attrs.frozen
+class Printed:
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda text: {"error": text},
+        lambda text: {"error": {"errors": [{text: (text, 1)}]}},
+        lambda text: {"error": ValueError(text)},
+        lambda text: {"reward": text},
+        lambda text: {"reward": [text]},
+        lambda text: {"reward": {"value": Printed(text)}},
+        lambda text: text,
+        lambda text: [0, {"deep": [text]}],
+        lambda text: {text},
+        lambda text: text.encode(),
+        lambda text: Printed(text),
+    ],
+)
+@pytest.mark.parametrize("cut", [100, 500])
+async def test_no_piece_of_a_key_shows_where_a_text_is_cut(
+    result: Callable[[str], object], cut: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    gateway = MemoryGateway(new_secret=lambda: KEY)
+    # From a key that is just behind what is shown, to one whose text in a container is shown whole,
+    # and around the middle, which is left out of what is longer.
+    starts = [*range(cut - 40, cut + 8), *range(cut // 2 - 24, cut // 2 + 8), *range(8)]
+    for start in starts:
+        text = "-" * start + KEY + "-" * 8
+        rollout = await played(answering(result(text)), gateway)
+        assert rollout.status == "failed"
+        assert pieces(repr(rollout)) == []
+    assert pieces(caplog.text) == []
+    assert "-------" in caplog.text
+
+
+async def test_a_result_keeps_its_key_and_a_gateway_that_shows_it_is_silenced() -> None:
+    gateway = MemoryGateway(new_secret=lambda: KEY)
+    rollout = await played(answering({"reward": 1, "key": KEY}), gateway)
+    assert rollout.result == {"reward": 1, "key": KEY}
+
+    gateway = MemoryGateway(new_secret=lambda: KEY, on_close=failing(GatewayError, f"no {KEY}"))
+    rollout = await played(answering({"reward": 1}), gateway)
+    assert type(rollout.error) is GatewayError
+    assert str(rollout.error) == "no [api_key]"
 
 
 async def test_failures_are_logged_by_name(caplog: pytest.LogCaptureFixture) -> None:

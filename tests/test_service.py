@@ -177,6 +177,46 @@ def test_an_unused_service_has_no_thread_and_no_background() -> None:
     assert threading.active_count() == before
 
 
+NO_FILE_LEFT = """
+import errno, os, resource
+import anyio
+from turnleaf.core import Service
+
+async def answer():
+    return 42
+
+anyio.run(answer)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+held = []
+try:
+    while True:
+        held.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    pass
+
+service = Service()
+for _ in range(2):
+    try:
+        service.call(answer)
+    except OSError as error:
+        print(errno.errorcode[error.errno])
+for file in held:
+    os.close(file)
+print(service.call(answer))
+"""
+
+
+def test_a_loop_that_cannot_start_is_told_and_tried_again() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", NO_FILE_LEFT],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert run.stdout == "EMFILE\nEMFILE\n42\n"
+
+
 LEFT_OPEN = """
 import anyio
 from turnleaf.core import Service

@@ -21,6 +21,8 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
     while more:
         message = await receive()
         body, more = body + message["body"], message.get("more_body", False)
+        if body == b"nope":
+            break
     if body == b"wait":
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -110,3 +112,30 @@ async def test_a_second_request_before_the_answer_ends_the_connection(
         for piece in pieces:
             await stream.send(piece)
         assert await closes(stream)
+
+
+async def test_a_request_behind_a_body_that_was_refused_is_served(port: int) -> None:
+    refused = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 8\r\n\r\nnope"
+    async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+        await stream.send(refused)
+        assert (await stream.receive()).endswith(b"nope")
+        await stream.send(b"nopePOST / HTTP/1.1\r\nHost: x\r\n")
+        await stream.send(b"Content-Length: 4\r\n\r\ngood")
+        received = b""
+        with anyio.fail_after(10):
+            while not received.endswith(b"good"):
+                received += await stream.receive()
+
+
+async def test_the_head_behind_a_refused_body_is_limited_too(port: int) -> None:
+    refused = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 8\r\n\r\nnope"
+    async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+        await stream.send(refused)
+        await stream.receive()
+        await stream.send(b"nopePOST / HTTP/1.1\r\n")
+        sent = 0
+        with contextlib.suppress(anyio.BrokenResourceError):
+            while sent < 100 * _bounded_http.HEAD_LIMIT:
+                await stream.send(b"z: " + b"z" * 65_000)
+                sent += 65_000
+        assert sent < 100 * _bounded_http.HEAD_LIMIT

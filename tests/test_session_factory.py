@@ -85,18 +85,23 @@ HTTP = "turnleaf.sessions.HttpSession"
     ("backend", "said"),
     [
         (None, "is a NoneType; it must be a mapping"),
+        (7, "is an int; it must be a mapping"),
         ("turnleaf.sessions.HttpSession", "is a str; it must be a mapping"),
         ({}, "lacks the key `backend`; it needs backend: turnleaf"),
         ({"bakend": OWN}, r"lacks the key `backend` \(is 'bakend' meant to be it\?\)"),
         ({"backend": None}, "backend None is not the import path of a class"),
-        ({"backend": "HttpSession"}, "'HttpSession' is not the import path of a class"),
+        (
+            {"backend": "LocalSesion"},
+            r"'LocalSesion' is not the .* did you mean turnleaf\.sessions\.LocalSession\?",
+        ),
+        ({"backend": "Mine"}, r"'Mine' is not the import path of a class; give one: backend: tu"),
         ({"backend": ".HttpSession"}, "'' is not the dotted name of a module"),
         ({"backend": "turnleaf.sesions.HttpSession"}, "did you mean 'turnleaf.sessions'?"),
         ({"backend": "turnlef.sessions.HttpSession"}, "no module 'turnlef'.*PYTHONPATH"),
         ({"backend": "json.decoder.x.Y"}, "no module 'json.decoder.x'"),
         (
             {"backend": "turnleaf.sessions.HtpSession"},
-            r"turnleaf\.sessions has no 'HtpSession': did you mean 'HttpSession'\? "
+            r"turnleaf\.sessions has no 'HtpSession'; did you mean 'HttpSession'\? "
             r"It has HttpSession, LocalSession\.",
         ),
         (
@@ -111,7 +116,7 @@ HTTP = "turnleaf.sessions.HttpSession"
         ({"backend": OWN}, "OwnSession needs 'place'; add it beside `backend`"),
         (
             {"backend": OWN, "place": 1, "color": 2},
-            r"OwnSession has no argument 'color': did you mean 'colour'\? It takes place, colour",
+            r"OwnSession has no argument 'color'; did you mean 'colour'\? It takes place, colour",
         ),
         ({"backend": OWN, "place": 1, 7: 2}, "has no argument 7"),
         ({"backend": HTTP, "url": "http://h", "timeot": 1}, "did you mean 'timeout'"),

@@ -170,7 +170,6 @@ def test_an_address_that_agents_cannot_use_is_refused(address: str) -> None:
         ("turnleaf: {gateway_port: 1}", "turnleaf.gateway_port", "gateway_port"),
         ("turnleaf: {client_reasoning: x}", None, "turnleaf.history.client_reasoning"),
         ("turnleaf: {histroy: {}}", "turnleaf.histroy", "turnleaf.history"),
-        ("turnleaf.public_url: http://a", "'turnleaf.public_url'", "turnleaf.public_url"),
         ("turnleaf: {1: 2}", "turnleaf.1", None),
     ],
 )
@@ -183,8 +182,35 @@ def test_an_unknown_name_is_refused_with_the_nearest(
     assert nearest is None or message.endswith(f"the nearest valid one is {nearest!r}")
 
 
+@pytest.mark.parametrize(
+    ("text", "name", "nested"),
+    [
+        ("turnleaf.public_url: a", "turnleaf.public_url", "turnleaf:\n  public_url: …"),
+        ("turnleaf.public_ulr: a", "turnleaf.public_ulr", "turnleaf:\n  public_url: …"),
+        (
+            "turnleaf: {history.client_reasoning: restore}",
+            "turnleaf.history.client_reasoning",
+            "turnleaf:\n  history:\n    client_reasoning: …",
+        ),
+    ],
+)
+@pytest.mark.parametrize("ignored", [False, True])
+def test_names_joined_by_dots_are_to_be_nested(
+    text: str, name: str, nested: str, ignored: bool
+) -> None:
+    message = refusal(text, ignore_unknown_top_level=ignored)
+    assert message.startswith(f"unknown setting '{name}': ")
+    assert message.endswith(f"\n{nested}")
+
+
+@pytest.mark.parametrize("backend", [{"backend": "LocalSession", "target": "x"}, "LocalSesion"])
+def test_a_session_without_its_module_is_recognised(backend: object) -> None:
+    with pytest.raises(SettingsError, match=r"did you mean turnleaf\.sessions\.LocalSession\?$"):
+        Settings.from_mapping({"rollout_session_backend": backend})
+
+
 def test_top_level_names_of_a_trainer_are_not_ours_to_judge() -> None:
-    text = "hf_checkpoint: a\ntps_limit: 7\nrollout_batch_size: 3"
+    text = "hf_checkpoint: a\ntps_limit: 7\nrollout.batch_size: 3"
     assert parsed(text, ignore_unknown_top_level=True) == parsed("tps_limit: 7")
     message = refusal("a: 1\nturnleaf: {a: 1}", ignore_unknown_top_level=True)
     assert message.startswith("unknown setting 'turnleaf.a'")

@@ -114,6 +114,8 @@ async def test_control_wants_its_token_and_names_what_is_wrong(engine_url: str) 
                 ({"name": "a\nb"}, "name"),
                 ({"sampling": []}, "sampling"),
                 ({"sampling": {"max_new_tokens": 0}}, "sampling.max_new_tokens"),
+                ({"sampling": {"stop": 5}}, "sampling.stop"),
+                ({"sampling": {"stop": [5]}}, "sampling.stop"),
                 ({"purpose": "test"}, "purpose"),
                 ({"expires_in": 0}, "expires_in"),
                 ({"expires_in": True}, "expires_in"),

@@ -2,6 +2,7 @@
 
 from turnleaf.core._advantages import ESTIMATORS, group_advantages
 from turnleaf.core._background import Background
+from turnleaf.core._described import described
 from turnleaf.core._errors import *  # noqa: F403  # the error tree is public as a whole
 from turnleaf.core._errors import __all__ as _errors
 from turnleaf.core._protocols import Gateway, Key, Purpose, RolloutSession
@@ -45,6 +46,7 @@ __all__ = [
     "TurnTimings",
     "WeightSpan",
     *_errors,
+    "described",
     "group_advantages",
     "run_rollout",
 ]

@@ -2,17 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import anyio
 import attrs
 
 from turnleaf.core._background import is_cancelled
-from turnleaf.core._errors import ContractError, GatewayError, RolloutError, SessionError
+from turnleaf.core._described import described, hidden, unwrapped
+from turnleaf.core._errors import SessionError
 from turnleaf.core._protocols import RolloutSession
 
-__all__ = ["LEAVE_LIMIT", "Attendance", "described", "unwrapped"]
+__all__ = ["LEAVE_LIMIT", "Attendance"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class Attendance:
     def _break_off(self, error: Exception) -> None:
         if self.settled.is_set() or self._running.cancel_called:
             # The text may quote the request, and with it the key.
-            text = described(unwrapped(error)).replace(self.secret, "[key]")
+            text = hidden(described(unwrapped(error)), self.secret)
             logger.warning("%s: leaving the session raised %s", self.name, text)
         else:
             self._settle(failure=error)
@@ -86,26 +87,3 @@ class Attendance:
     def _settle(self, *, result: object = None, failure: Exception | None = None) -> None:
         self.result, self.failure = result, failure
         self.settled.set()
-
-
-def unwrapped(error: Exception) -> Exception:
-    """The exception to blame: of a group, the first that is an error of ours, else the first."""
-    inner = list(_ungrouped(error))
-    for kind in (ContractError, RolloutError, GatewayError):
-        for candidate in inner:
-            if isinstance(candidate, kind):
-                return candidate
-    return inner[0]
-
-
-def _ungrouped(error: Exception) -> Iterator[Exception]:
-    if isinstance(error, ExceptionGroup):
-        for inner in error.exceptions:
-            yield from _ungrouped(inner)
-    else:
-        yield error
-
-
-def described(error: Exception) -> str:
-    """The type and, where it has one, the text of an exception."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -14,6 +14,8 @@ TurnleafError
 ├── GatewayError             the rollout gateway could not do what was asked
 ├── EngineError              the engine could not do what was asked
 └── TrajectoryError          a turn contradicts the trajectory it is added to
+
+Parts of the gateway raise subclasses of their own: RenderError, RequestError, EngineUnavailable, …
 """
 
 from typing import Literal

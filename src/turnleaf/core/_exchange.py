@@ -3,21 +3,23 @@
 import json
 import math
 import numbers
-import reprlib
 from typing import Any
 
+from turnleaf.core._described import excerpt, hidden
 from turnleaf.core._errors import AgentError, BadResultError, PayloadError
 from turnleaf.core._protocols import Key
 
 __all__ = ["checked_payload", "checked_result", "checked_reward", "with_config"]
 
+_EXCERPT = 100
+_ERROR_EXCERPT = 500
 _ROW = 'a row needs metadata.payload, a JSON object such as {"prompt": "…"}'
 
 
 def checked_payload(payload: object, *, name: str) -> dict[str, Any]:
     """A deep copy of a row's payload; raises PayloadError, which says what the row needs."""
     if not isinstance(payload, dict):
-        raise PayloadError(f"{name}: the payload is {reprlib.repr(payload)}; {_ROW}")
+        raise PayloadError(f"{name}: the payload is {excerpt(payload, length=_EXCERPT)}; {_ROW}")
     if "_config" in payload:
         raise PayloadError(
             f"{name}: the payload already has `_config`, in which the agent is told its model; "
@@ -41,27 +43,33 @@ def with_config(payload: dict[str, Any], *, key: Key, model_id: str) -> dict[str
     return {**payload, "_config": config}
 
 
-def checked_result(result: object, *, name: str) -> dict[str, Any]:
-    """What an agent returned, if it is a dict; raises BadResultError otherwise."""
+def checked_result(result: object, *, name: str, secret: str) -> dict[str, Any]:
+    """What an agent returned, if it is a dict; raises BadResultError, without the secret."""
     if not isinstance(result, dict):
+        said = excerpt(result, length=_EXCERPT, secret=secret)
         raise BadResultError(
-            f"{name}: the agent returned {reprlib.repr(result)}, which is {type(result).__name__}; "
+            f"{name}: the agent returned {said}, which is {type(result).__name__}; "
             'it must return a dict such as {"reward": 1.0}'
         )
     return result
 
 
-def checked_reward(result: dict[str, Any], *, name: str) -> float | None:
+def checked_reward(result: dict[str, Any], *, name: str, secret: str) -> float | None:
     """The reward in an agent's result; None leaves the scoring to the trainer.
 
     Raises BadResultError unless it is a finite number, and AgentError when there is none but an
-    `error` that is not None.
+    `error` that is not None; neither shows the secret.
     """
     reward = result.get("reward")
     if reward is None:
-        if result.get("error") is not None:
-            raise AgentError(f"{name}: the agent reported an error: {result['error']!s:.500}")
-        return None
+        error = result.get("error")
+        if error is None:
+            return None
+        if isinstance(error, str):
+            said = hidden(error, secret)[:_ERROR_EXCERPT]
+        else:
+            said = excerpt(error, length=_ERROR_EXCERPT, secret=secret)
+        raise AgentError(f"{name}: the agent reported an error: {said}")
     # numpy's scalars register as numbers, its booleans do not.
     if isinstance(reward, numbers.Real) and not isinstance(reward, bool):
         try:
@@ -71,6 +79,6 @@ def checked_reward(result: dict[str, Any], *, name: str) -> float | None:
         if math.isfinite(number):
             return number
     raise BadResultError(
-        f"{name}: the agent's reward is {reprlib.repr(reward)}, which is "
-        f"{type(reward).__name__}; it must be a finite number"
+        f"{name}: the agent's reward is {excerpt(reward, length=_EXCERPT, secret=secret)}, "
+        f"which is {type(reward).__name__}; it must be a finite number"
     )

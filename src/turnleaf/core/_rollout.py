@@ -9,8 +9,9 @@ from typing import Any, Literal, TypeVar
 import anyio
 import attrs
 
-from turnleaf.core._attendance import Attendance, described, unwrapped
+from turnleaf.core._attendance import Attendance
 from turnleaf.core._background import Background
+from turnleaf.core._described import described, hidden, unwrapped
 from turnleaf.core._errors import (
     Cause,
     ContractError,
@@ -36,6 +37,7 @@ GATEWAY_LIMIT = 60.0
 Status = Literal["completed", "truncated", "failed", "timed_out", "aborted"]
 
 Answer = TypeVar("Answer")
+Ours = TypeVar("Ours", bound=ContractError | RolloutError | GatewayError)
 
 
 @attrs.frozen
@@ -61,7 +63,7 @@ class Rollout:
     status: completed; truncated (completed, but the last turn to train hit a token limit);
         failed; timed_out; aborted.
     reward: finite; None when the agent gave none.
-    result: what the agent returned, or None when it returned no dict.
+    result: what the agent returned, as it came, or None when it returned no dict.
     error: why it did not complete; None when it did. Never shows the key's secret.
     """
 
@@ -218,8 +220,8 @@ class _Run:
                 failure = RolloutTimeout(f"{name}: cut off after {self.max_rollout_time:g} s")
         elif failure is None:
             try:
-                result = checked_result(attendance.result, name=name)
-                reward = checked_reward(result, name=name)
+                result = checked_result(attendance.result, name=name, secret=secret)
+                reward = checked_reward(result, name=name, secret=secret)
             except RolloutError as error:
                 failure = error
         if failure is None:
@@ -234,7 +236,8 @@ class _Run:
         closing = self.gateway.close_key(key.id, aborted=aborted)
         try:
             trajectory = await _answer(closing, f"{name}: the gateway did not close key {key.id}")
-        except (ContractError, GatewayError) as error:
+        except (ContractError, GatewayError) as failure:
+            error = _silenced(failure, key.secret)
             if isinstance(outcome, Rollout):
                 error.add_note(f"Before that the rollout was {outcome.status}: {outcome.error}")
                 self.rollout = outcome
@@ -305,12 +308,17 @@ def _blamed(
         cause = error
         error = SessionError(f"{name}: the session failed: {described(cause)}")
         error.__cause__ = cause
+    return _silenced(error, secret)
+
+
+def _silenced(error: Ours, secret: str) -> Ours:
+    """`error`, or one of its kind that does not show the secret, nor has a cause that does."""
     if secret not in "".join(traceback.format_exception(error)):
         return error
     # An exception of a session's own may need other arguments; those of ours take a text.
     ours = next(kind for kind in type(error).__mro__ if kind.__module__ == SessionError.__module__)
-    hidden: ContractError | RolloutError | GatewayError = ours(str(error).replace(secret, "[key]"))
-    return hidden
+    silent: Ours = ours(hidden(str(error), secret))
+    return silent
 
 
 def _status(error: RolloutError | GatewayError) -> Status:

@@ -10,6 +10,7 @@ import cattrs
 import numpy as np
 import numpy.typing as npt
 
+from turnleaf.core._described import described
 from turnleaf.core._errors import TrajectoryError
 from turnleaf.core._turn import Logprobs, ReplayArray, TokenIds, Turn
 
@@ -107,9 +108,9 @@ def _turn_from(value: Any, position: int) -> Turn:
     try:
         return _converter.structure(value, Turn)
     except cattrs.BaseValidationError as error:
-        problems = cattrs.transform_error(error, path="turn", format_exception=_described)
+        problems = cattrs.transform_error(error, path="turn", format_exception=_problem)
         raise TrajectoryError(f"{where}: {'; '.join(problems)}") from None
 
 
-def _described(error: BaseException, _: type | None) -> str:
-    return str(error) if isinstance(error, TrajectoryError) else f"{type(error).__name__}: {error}"
+def _problem(error: BaseException, _: type | None) -> str:
+    return str(error) if isinstance(error, TrajectoryError) else described(error)

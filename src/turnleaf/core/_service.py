@@ -5,7 +5,6 @@ import atexit
 import concurrent.futures
 import threading
 from collections.abc import Awaitable, Callable
-from types import TracebackType
 from typing import Self, TypeVar, TypeVarTuple
 
 import anyio
@@ -43,12 +42,7 @@ class Service:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -61,7 +55,8 @@ class Service:
     async def run(self, function: Callable[[*Args], Awaitable[Returned]], *args: *Args) -> Returned:
         """Await `function(*args)` in the service; cancelling the caller cancels it there.
 
-        Raises what it raises, and RuntimeError once the service is closed.
+        Raises what it raises, RuntimeError once the service is closed, and what kept its thread
+        from starting, such as an OSError; the next use tries again.
         """
         if self._is_here():
             return await function(*args)
@@ -77,7 +72,7 @@ class Service:
     def call(self, function: Callable[[*Args], Awaitable[Returned]], *args: *Args) -> Returned:
         """Wait for `function(*args)` in the service; not from within an event loop.
 
-        Raises what it raises, and RuntimeError once the service is closed.
+        Raises as `run` does.
         """
         future = self._submit(function, *args)
         try:
@@ -122,10 +117,18 @@ class Service:
     def _start(self) -> _Started:
         ready: concurrent.futures.Future[tuple[BlockingPortal, Background]]
         ready = concurrent.futures.Future()
+
+        def serve() -> None:
+            try:
+                anyio.run(self._serve, ready)
+            except BaseException as error:
+                if ready.done():
+                    raise
+                # Without a loop nothing else would tell the caller, who waits with the lock held.
+                ready.set_exception(error)
+
         # A daemon: for any other thread the interpreter would wait before it runs `close`.
-        thread = threading.Thread(
-            target=anyio.run, args=(self._serve, ready), name="turnleaf", daemon=True
-        )
+        thread = threading.Thread(target=serve, name="turnleaf", daemon=True)
         thread.start()
         portal, background = ready.result()
         atexit.register(self.close)

@@ -19,24 +19,28 @@ class _Expect:
 
     expects: str
     accepts: Callable[[Any], bool]
+    hint: Callable[[Any], str] = lambda _: ""
 
     def __call__(self, _: object, field: "attrs.Attribute[Any]", value: object) -> None:
         if self.accepts(value):
             return
-        hint = ""
-        if "number" in self.expects and _is_number_as_text(value):
-            hint = "; YAML read it as text: write it without quotes, an exponent as in 1.0e-5"
-        raise SettingsError(f"{_path(field)} is {value!r:.200}, but must be {self.expects}{hint}")
+        raise SettingsError(
+            f"{_path(field)} is {value!r:.200}, but must be {self.expects}{self.hint(value)}"
+        )
 
 
-def _is_number_as_text(value: object) -> bool:
-    if not isinstance(value, str):
-        return False
+def _number_as_text(value: object) -> str:
     try:
-        float(value)
+        float(value if isinstance(value, str) else "")
     except ValueError:
-        return False
-    return True
+        return ""
+    return "; YAML read it as text: write it without quotes, an exponent as in 1.0e-5"
+
+
+def _session_without_module(value: Any) -> str:
+    backend = value.get("backend") if isinstance(value, Mapping) else value
+    near = difflib.get_close_matches(str(backend), ("HttpSession", "LocalSession"), n=1)
+    return f"; did you mean turnleaf.sessions.{near[0]}?" if near else ""
 
 
 def _whole(low: int, high: float = math.inf) -> Callable[[Any], bool]:
@@ -79,7 +83,7 @@ def _is_address(value: Any) -> bool:
     return plain and port_fits and address.scheme in ("http", "https") and bool(address.hostname)
 
 
-_POSITIVE = _Expect("a number above 0", _is_positive)
+_POSITIVE = _Expect("a number above 0", _is_positive, _number_as_text)
 _TEXT = _Expect("text", _is_text)
 _TEXT_OR_NULL = _Expect("text or null", _or_null(_is_text))
 _UNDER_TURNLEAF = {"section": "turnleaf."}
@@ -94,11 +98,14 @@ class Settings:
 
     rollout_session_backend: Mapping[str, Any] = attrs.field(
         validator=_Expect(
-            "a mapping whose `backend` is the import path of a session class", _is_backend
+            "a mapping whose `backend` is the import path of a session class",
+            _is_backend,
+            _session_without_module,
         )
     )
     gateway_port: int = attrs.field(
-        default=9090, validator=_Expect("a whole number from 0 to 65535", _whole(0, 65535))
+        default=9090,
+        validator=_Expect("a whole number from 0 to 65535", _whole(0, 65535), _number_as_text),
     )
     gateway_host: str | None = attrs.field(default=None, validator=_TEXT_OR_NULL)
     max_rollout_time: float = attrs.field(default=900, validator=_POSITIVE)
@@ -119,7 +126,7 @@ class Settings:
     )
     max_context_tokens: int | None = attrs.field(
         default=None,
-        validator=_Expect("a whole number above 0, or null", _or_null(_whole(1))),
+        validator=_Expect("a whole number above 0, or null", _or_null(_whole(1)), _number_as_text),
         metadata=_UNDER_TURNLEAF,
     )
     tool_call_parser: str = attrs.field(default="auto", validator=_TEXT, metadata=_UNDER_TURNLEAF)
@@ -144,17 +151,31 @@ class Settings:
         for path, value in _flatten(mapping, "", sections):
             if path in fields:
                 values[fields[path]] = value
-            elif "." in path or not ignore_unknown_top_level:
-                nearest = difflib.get_close_matches(path, [*fields, *sections], n=1, cutoff=0)[0]
-                raise SettingsError(
-                    f"unknown setting {path!r}; the nearest valid one is {nearest!r}"
-                )
+            elif not ignore_unknown_top_level or _dotted(path).startswith("turnleaf."):
+                raise SettingsError(_unknown(path, [*fields, *sections]))
         if "rollout_session_backend" not in values:
             raise SettingsError(
                 "rollout_session_backend is missing; it must be a mapping such as "
                 "{backend: turnleaf.sessions.HttpSession, url: …}"
             )
         return cls(**values)
+
+
+def _unknown(path: str, known: list[str]) -> str:
+    dotted = _dotted(path)
+    nearest = difflib.get_close_matches(dotted, known, n=1, cutoff=0)[0]
+    if dotted == path:
+        return f"unknown setting {path!r}; the nearest valid one is {nearest!r}"
+    nested = (f"{'  ' * depth}{name}:" for depth, name in enumerate(nearest.split(".")))
+    return (
+        f"unknown setting {dotted!r}: names do not nest by dots inside a key; write the nearest "
+        "valid one as\n" + "\n".join(nested) + " …"
+    )
+
+
+def _dotted(path: str) -> str:
+    """A path as it was meant, by someone who joined names by dots inside a key."""
+    return path.replace("'", "")
 
 
 def _path(field: "attrs.Attribute[Any]") -> str:

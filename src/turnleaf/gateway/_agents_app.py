@@ -85,7 +85,7 @@ class ChatCompletions:
         request = Request(scope, receive)
         try:
             self._keys.authenticate(bearer(request))
-            chat = parse_chat_request(await read_json(request))
+            chat = parse_chat_request(await read_json(request, limit=self._turns.body_limit))
             trained = _is_trained(request)
             # Again: the key may have been closed while the body arrived.
             record = self._keys.authenticate(bearer(request))
@@ -148,7 +148,7 @@ class ChatCompletions:
         self, record: Record, chat: ChatRequest, trained: bool, call: Call
     ) -> Completion | RequestError:
         try:
-            prepared = self._turns.prepare(record, chat, trained=trained)
+            prepared = await self._turns.prepare(record, chat, trained=trained)
             return await self._turns.sample(record, prepared, call)
         except RequestError as error:
             return error
@@ -230,7 +230,8 @@ class _Reply:
 
 
 def _is_trained(request: Request) -> bool:
-    value = request.headers.get("x-turnleaf-train", "true").strip().lower()
-    if value not in ("true", "false"):
-        raise RequestError(400, f"x-turnleaf-train is {value!r}, but must be true or false")
-    return value == "true"
+    values = [value.strip().lower() for value in request.headers.getlist("x-turnleaf-train")]
+    for value in values:
+        if value not in ("true", "false"):
+            raise RequestError(400, f"x-turnleaf-train is {value!r}, but must be true or false")
+    return "false" not in values

@@ -33,7 +33,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     _head: bytearray | None
     _head_timer: TimerHandle | None = None
-    _may_begin = False
+    _handed_over = False
+    _loose_bytes: int | None = None
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -54,26 +55,41 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._give_up("its request's head is too large")
             if end < 0 or self.transport.is_closing():
                 return
-            earlier = cast("RequestResponseCycle | None", self.cycle)  # there is none at first
-            if earlier is not None and not earlier.response_complete:
+            if self._is_answering():
                 self._give_up(_TOO_EARLY)
                 return
             head, body = self._head[: end + len(_END)], self._head[end + len(_END) :]
             data = _UPGRADE.sub(b"", bytes(head)) + bytes(body)
-            self._stop_timer()
-            self._head, self._may_begin = None, True
+            self._head, self._handed_over = None, True
         super().data_received(data)
+        if self._loose_bytes is not None:
+            self._loose_bytes += len(data)
+            if self._loose_bytes > HEAD_LIMIT:
+                self._give_up("its request's head is too large")
 
     def on_message_begin(self) -> None:
-        if not self._may_begin:
-            self._give_up(_TOO_EARLY)
-            raise ValueError(_TOO_EARLY)  # ends the parsing
-        self._may_begin = False
+        if not self._handed_over:
+            # Right behind the body of a request that was answered before it had arrived.
+            if self._is_answering():
+                self._give_up(_TOO_EARLY)
+                raise ValueError(_TOO_EARLY)  # ends the parsing
+            self._head, self._loose_bytes = None, 0
+            self._start_timer()
+        self._handed_over = False
         super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._loose_bytes = None
+        self._stop_timer()
+        super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._head = bytearray()
+
+    def _is_answering(self) -> bool:
+        latest = cast("RequestResponseCycle | None", self.cycle)  # there is none at first
+        return latest is not None and not latest.response_complete
 
     def _start_timer(self) -> None:
         if self._head_timer is None:

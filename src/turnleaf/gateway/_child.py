@@ -36,9 +36,12 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_parent = os.getppid()
+
 _MAX_LINE = 16 * 2**20  # bytes
 _CLOSING_GRACE = 10.0  # seconds for a child to end after its stdin closed
 _TERMINATION_GRACE = 3.0  # seconds more after SIGTERM
+_ORPHAN_CHECK = 1.0  # seconds between two looks at whether the parent is there
 _DEATH_GRACE = 2.0  # seconds from the end of a child's stdout until its exit code is there
 
 
@@ -132,6 +135,7 @@ async def _ready_line(stdout: BufferedByteReceiveStream, module: str) -> dict[st
 async def _end(process: anyio.abc.Process, module: str) -> None:
     assert process.stdin is not None  # noqa: S101
     try:
+        await process.stdin.send(b"\n")
         await process.stdin.aclose()
     except (OSError, anyio.BrokenResourceError):
         logger.debug("%s had closed its stdin", module)
@@ -179,9 +183,18 @@ def announce_error(message: str) -> None:
 
 
 async def until_stdin_closes() -> None:
-    """In a child: return at the end of stdin."""
-    stdin = sys.stdin.fileno()
-    while True:
-        await anyio.wait_readable(stdin)
-        if not os.read(stdin, 65536):
-            return
+    """In a child: return at the end of stdin, at the parent's word, or when the parent is gone.
+
+    A process that the parent forked holds the pipe open too, so its end alone may never come.
+    """
+    with anyio.CancelScope() as waiting:
+        async with anyio.create_task_group() as tasks:
+
+            async def until_orphaned() -> None:
+                while os.getppid() == _parent:  # noqa: ASYNC110  # nothing tells of it
+                    await anyio.sleep(_ORPHAN_CHECK)
+                waiting.cancel()
+
+            tasks.start_soon(until_orphaned)
+            await anyio.wait_readable(sys.stdin.fileno())
+            waiting.cancel()

@@ -38,7 +38,7 @@ class WorkerConfig:
 
     engine_url: str
     model: str
-    control_token: str = attrs.field(repr=False)
+    control_token: str = attrs.field(repr=False, validator=attrs.validators.min_len(16))
     model_id: str | None = None
     host: str = "127.0.0.1"
     port: int = attrs.field(default=9090, validator=_port)

@@ -21,7 +21,7 @@ __all__ = ["control_app"]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 _MAX_NAME = 256
-_MAX_LIFE = 7 * 24 * 3600.0
+_MAX_LIFE = 366 * 24 * 3600.0
 
 
 def control_app(keys: Keys, engine: Engine, *, base_url: str, token: str) -> Starlette:
@@ -88,6 +88,9 @@ def _sampling(sampling: Any) -> dict[str, Any]:
     limit = sampling.get("max_new_tokens")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise bad_request("sampling.max_new_tokens", "is an integer from 1 on")
+    stop = sampling.get("stop") or []
+    if not isinstance(stop, str | list) or not all(isinstance(one, str) for one in stop):
+        raise bad_request("sampling.stop", "is a string or a list of strings")
     return sampling
 
 

@@ -17,8 +17,10 @@ ClientReasoning = Literal["restore", "as_sent"]
 
 @attrs.frozen(eq=False)
 class _Known:
-    """A message seen under a key: its normal form, and what it is compared by."""
+    """A message: digest and number of its raw bytes, normal form, and what it is compared by."""
 
+    raw: bytes
+    size: int
     message: Message
     digest: bytes
     reasoning: str
@@ -66,27 +68,28 @@ class _Node:
 
 @attrs.frozen(eq=False)
 class Conversation:
-    """A request's messages, known to a history.
+    """A request's messages, and the tools that it offers."""
 
-    messages: all of them in normal form. known: what they are compared by.
-    """
-
-    _root: _Node
+    _tools: bytes
+    _tools_size: int
     _known: tuple[_Known, ...]
 
     @property
+    def size(self) -> int:
+        """Bytes of all messages and tools as JSON."""
+        return self._tools_size + sum(known.size for known in self._known)
+
+    @property
     def messages(self) -> list[Message]:
+        """The messages in normal form."""
         return [known.message for known in self._known]
 
 
 @attrs.frozen(eq=False)
 class Match:
-    """The turn that a request continues.
+    """The turn that a request continues."""
 
-    new: the messages after its reply.
-    """
-
-    new: list[Message]
+    _new: Sequence[_Known]
     _reply: _Reply
     _node: _Node
     _matched: Sequence[_Known]
@@ -95,6 +98,16 @@ class Match:
     def turn_id(self) -> str:
         """The turn."""
         return self._reply.turn_id
+
+    @property
+    def new(self) -> list[Message]:
+        """The messages after its reply."""
+        return [known.message for known in self._new]
+
+    @property
+    def new_size(self) -> int:
+        """Bytes of the messages after its reply, as JSON."""
+        return sum(known.size for known in self._new)
 
     @property
     def carries_reasoning(self) -> bool:
@@ -123,8 +136,8 @@ class Match:
 class History:
     """Every conversation that one rollout has had with the model.
 
-    A message is normalised and canonicalised once, when it is first seen; after that its raw
-    bytes are enough to know it again.
+    A message is normalised and canonicalised until a turn with it is recorded; after that its raw
+    bytes are enough to know it again. Nothing is kept of a request that led to no turn.
     """
 
     def __init__(self, client_reasoning: ClientReasoning = "restore") -> None:
@@ -137,10 +150,10 @@ class History:
         """Take in a request's messages; raises RequestError that names the field at fault."""
         try:
             known = tuple(self._know(raw, f"messages[{at}]") for at, raw in enumerate(raw_messages))
-            key = _digest(orjson.dumps(tools))
+            raw_tools = orjson.dumps(tools)
         except (orjson.JSONEncodeError, RecursionError):
             raise bad_request("messages", "they, or the tools, are nested too deeply") from None
-        return Conversation(self._roots.setdefault(key, _Node(None, {}, "")), known)
+        return Conversation(_digest(raw_tools), len(raw_tools), known)
 
     def match(self, conversation: Conversation, delivered: Callable[[str], bool]) -> Match | None:
         """The latest turn whose messages and reply the conversation begins with, if any.
@@ -150,7 +163,8 @@ class History:
         then the latest.
         """
         best: tuple[int, list[_Node]] | None = None
-        frontier = [conversation._root]
+        root = self._roots.get(conversation._tools)
+        frontier = [root] if root else []
         for at, (known, key) in enumerate(_keyed(conversation._known)):
             frontier = [
                 child
@@ -175,7 +189,7 @@ class History:
                 candidate[1].order,
             ),
         )
-        return Match([known.message for known in new], reply, node, matched)
+        return Match(new, reply, node, matched)
 
     def record(
         self,
@@ -191,10 +205,15 @@ class History:
         match: what the conversation continued, if anything. shows_reasoning: the turn's prompt
         holds reasoning.
         """
-        node, start = (match._node, len(match._matched)) if match else (conversation._root, 0)
+        if match is None:
+            node, start = self._roots.setdefault(conversation._tools, _Node(None, {}, "")), 0
+        else:
+            node, start = match._node, len(match._matched)
         for known, key in list(_keyed(conversation._known))[start:]:
+            self._known[known.raw] = known
             node = _child(node, known, key)
         known = self._know(reply, "reply")
+        self._known[known.raw] = known
         node = _child(node, known, (known.digest, None))
         node.replies.append(
             _Reply(
@@ -209,11 +228,14 @@ class History:
         self._recorded += 1
 
     def _know(self, raw: Any, where: str) -> _Known:
-        key = _digest(orjson.dumps(raw))
+        raw_bytes = orjson.dumps(raw)
+        key = _digest(raw_bytes)
         known = self._known.get(key)
         if known is None:
             message = normalise(raw, where)
-            known = self._known[key] = _Known(
+            known = _Known(
+                raw=key,
+                size=len(raw_bytes),
                 message=message,
                 digest=_digest(canonical_text(message).encode()),
                 reasoning=message.get("reasoning_content", "").strip(),

@@ -13,21 +13,22 @@ from turnleaf.gateway.protocols import RequestError
 __all__ = ["bearer", "guarded", "json_response", "read_json"]
 
 BODY_LIMIT = 32 * 1024 * 1024
-"""Bytes of a request body."""
+"""Bytes of a request body, at most."""
 BODY_TIMEOUT = 60.0
 """Seconds in which a request body must arrive."""
 
 
-async def read_json(request: Request) -> Any:
-    """The decoded body. Raises RequestError for one too large, too slow, or not JSON."""
+async def read_json(request: Request, *, limit: int = BODY_LIMIT) -> Any:
+    """The decoded body. Raises RequestError for one of more than `limit` bytes, too slow, or not
+    JSON."""
     chunks, size = [], 0
     try:
         with anyio.fail_after(BODY_TIMEOUT):
             async for chunk in request.stream():
                 size += len(chunk)
-                if size > BODY_LIMIT:
+                if size > limit:
                     raise RequestError(
-                        413, f"the request body is larger than {BODY_LIMIT} bytes", code="too_large"
+                        413, f"the request body is larger than {limit} bytes", code="too_large"
                     )
                 chunks.append(chunk)
     except TimeoutError:

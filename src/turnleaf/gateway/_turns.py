@@ -3,13 +3,18 @@
 import logging
 import secrets
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
+import anyio
+import anyio.to_thread
 import attrs
 import numpy as np
 
 from turnleaf.core import EngineError, TokenIds, Turn, TurnTimings
 from turnleaf.gateway._history import Conversation, Match
+from turnleaf.gateway._http import BODY_LIMIT
 from turnleaf.gateway._keys import Call, Record
 from turnleaf.gateway.engines import (
     Engine,
@@ -19,13 +24,19 @@ from turnleaf.gateway.engines import (
     EngineUnavailable,
     UntrustedReply,
 )
-from turnleaf.gateway.protocols import ChatRequest, Completion, Message, RequestError
+from turnleaf.gateway.protocols import ChatRequest, Completion, RequestError
 from turnleaf.gateway.rendering import Parsed, Rendered, Renderer, RenderError
 
 __all__ = ["Prepared", "Turns"]
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
+BYTES_PER_TOKEN = 64
+"""Bytes of a request's body for each token of context: what no sensible history needs."""
+LONG_TEXT = 20_000
+"""Bytes of messages from which on they are rendered in a thread, not on the event loop."""
 RETRY_AFTER = 2
 """Seconds that a client is told to wait while the engine has trouble."""
 
@@ -62,13 +73,21 @@ class Turns:
         self._renderer = renderer
         self._engine = engine
         self._max_context_tokens = max_context_tokens
+        # The tokenizer uses every core by itself.
+        self._threads = anyio.CapacityLimiter(1)
 
-    def prepare(self, record: Record, request: ChatRequest, *, trained: bool) -> Prepared:
+    @property
+    def body_limit(self) -> int:
+        """The most bytes that a request's body may have: far more than the context can hold."""
+        return min(max(BYTES_PER_TOKEN * self._max_context_tokens, 2**20), BODY_LIMIT)
+
+    async def prepare(self, record: Record, request: ChatRequest, *, trained: bool) -> Prepared:
         """Build the prompt of a request.
 
         Raises RequestError: 400 for messages that cannot be rendered and for a prompt that leaves
         no room in the context.
         """
+        index = record.take_index()
         if request.parse_calls and not self._renderer.can_parse_calls:
             raise RequestError(
                 400,
@@ -86,14 +105,14 @@ class Turns:
         if match is not None:
             self.deliver(record, match.turn_id)  # what the agent sends back, it has received
         try:
-            prompt = self._prompt(record, request, conversation, match)
+            prompt = await self._prompt(record, request, conversation, match)
         except RenderError as error:
             raise RequestError(
                 400, f"messages: {error}", code="invalid_value", param="messages"
             ) from None
         return Prepared(
             turn_id=f"chatcmpl-{secrets.token_hex(12)}",
-            index=record.take_index(),
+            index=index,
             started=started,
             began=began,
             request=request,
@@ -138,30 +157,40 @@ class Turns:
         if record.trajectory.turn(turn_id).excluded == "undelivered":
             record.trajectory.exclude(turn_id, None)
 
-    def _prompt(
+    async def _prompt(
         self, record: Record, request: ChatRequest, conversation: Conversation, match: Match | None
     ) -> Rendered:
-        if match is None:
-            return self._rendered(record, request, conversation.messages)
-        added = None
-        # The renderer can tell what becomes of reasoning only where a user has spoken.
-        if match.asked or not match.carries_reasoning:
-            added = self._renderer.extend(
-                match.reply,
-                record.trajectory.turn(match.turn_id).output,
-                match.new,
-                request.tools,
-                reasoning=match.carries_reasoning,
-                clock=record.clock,
-            )
-        if added is None:
-            return self._rendered(record, request, [*match.past(), *match.new])
-        path = record.trajectory.tokens_through(match.turn_id)
-        shows_reasoning = match.carries_reasoning or added.shows_reasoning
-        return Rendered(np.concatenate([path, added.ids]), shows_reasoning)
+        if match is not None:
+            added = await self._added(record, request, match)
+            if added is not None:
+                path = record.trajectory.tokens_through(match.turn_id)
+                shows_reasoning = match.carries_reasoning or added.shows_reasoning
+                return Rendered(np.concatenate([path, added.ids]), shows_reasoning)
+        messages = conversation.messages if match is None else [*match.past(), *match.new]
+        render = partial(self._renderer.render, messages, request.tools, clock=record.clock)
+        return await self._apart(conversation.size, render)
 
-    def _rendered(self, record: Record, request: ChatRequest, messages: list[Message]) -> Rendered:
-        return self._renderer.render(messages, request.tools, clock=record.clock)
+    async def _added(self, record: Record, request: ChatRequest, match: Match) -> Rendered | None:
+        """What follows the matched turn's tokens; None when its path must be rendered anew."""
+        # The renderer can tell what becomes of reasoning only where a user has spoken.
+        if match.carries_reasoning and not match.asked:
+            return None
+        extend = partial(
+            self._renderer.extend,
+            match.reply,
+            record.trajectory.turn(match.turn_id).output,
+            match.new,
+            request.tools,
+            reasoning=match.carries_reasoning,
+            clock=record.clock,
+        )
+        return await self._apart(match.new_size, extend)
+
+    async def _apart(self, size: int, render: Callable[[], Result]) -> Result:
+        """Render a text of about `size` bytes, apart from the event loop if it is long."""
+        if size < LONG_TEXT:
+            return render()
+        return await anyio.to_thread.run_sync(render, limiter=self._threads)
 
     def _max_new_tokens(self, record: Record, request: ChatRequest, prompt_tokens: int) -> int:
         room = self._max_context_tokens - prompt_tokens
@@ -201,7 +230,10 @@ class Turns:
         except EngineUnavailable as error:
             logger.error("key %s: %s", record.id, error)
             raise RequestError(
-                503, str(error), code="engine_unavailable", retry_after=RETRY_AFTER
+                503,
+                "the engine is not available now",  # where it is concerns no agent
+                code="engine_unavailable",
+                retry_after=RETRY_AFTER,
             ) from None
         except EngineError as error:
             logger.error("key %s: %s", record.id, error)

@@ -7,8 +7,9 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from turnleaf.core import ContractError, RolloutSession, SettingsError
+from turnleaf.core import ContractError, RolloutSession, SettingsError, described
 from turnleaf.sessions._importing import attribute, import_module, nearest
+from turnleaf.sessions._reporting import kind_of
 
 __all__ = ["session_factory"]
 
@@ -27,7 +28,7 @@ def session_factory(backend: Mapping[str, Any]) -> Callable[[], RolloutSession]:
     """
     if not isinstance(backend, Mapping):
         raise SettingsError(
-            f"{SETTING} is a {type(backend).__name__}; it must be a mapping, such as {{{EXAMPLE}}}"
+            f"{SETTING} is {kind_of(backend)}; it must be a mapping, such as {{{EXAMPLE}}}"
         )
     arguments = {name: value for name, value in backend.items() if name != "backend"}
     if "backend" not in backend:
@@ -43,8 +44,7 @@ def session_factory(backend: Mapping[str, Any]) -> Callable[[], RolloutSession]:
         raise
     except Exception as error:
         raise SettingsError(
-            f"{SETTING}: {session.__qualname__} refuses its arguments: "
-            f"{type(error).__name__}: {error}"
+            f"{SETTING}: {session.__qualname__} refuses its arguments: {described(error)}"
         ) from error
     return factory
 
@@ -52,12 +52,15 @@ def session_factory(backend: Mapping[str, Any]) -> Callable[[], RolloutSession]:
 def _session_class(path: object) -> type[RolloutSession]:
     origin = f"{SETTING}: backend {path!r}"
     if not isinstance(path, str) or "." not in path:
-        raise SettingsError(f"{origin} is not the import path of a class, such as {EXAMPLE}")
+        ours = _class_names(import_module("turnleaf.sessions", origin=origin))
+        close = difflib.get_close_matches(str(path), ours, n=1)
+        hint = f"did you mean turnleaf.sessions.{close[0]}?" if close else f"give one: {EXAMPLE}"
+        raise SettingsError(f"{origin} is not the import path of a class; {hint}")
     module_name, _, name = path.rpartition(".")
     module = import_module(module_name, origin=origin)
-    found = attribute(module, name, origin=origin, names=_class_names(module))
+    found = attribute(module, name, shown=module_name, origin=origin, names=_class_names(module))
     if not inspect.isclass(found):
-        raise SettingsError(f"{origin} is a {type(found).__name__}, not a class, such as {EXAMPLE}")
+        raise SettingsError(f"{origin} is {kind_of(found)}, not a class, such as {EXAMPLE}")
     methods = {key: getattr(found, key, None) for key in ("__aenter__", "__aexit__", "run")}
     lacking = [key for key, method in methods.items() if method is None]
     if lacking:

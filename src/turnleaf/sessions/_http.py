@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import types
 import uuid
 from collections.abc import Mapping
 from typing import Any, Self
@@ -12,9 +11,16 @@ from urllib.parse import urlsplit
 import aiohttp
 import anyio
 
-from turnleaf.core import AgentError, BadResultError, PayloadError, SessionError, SettingsError
+from turnleaf.core import (
+    AgentError,
+    BadResultError,
+    PayloadError,
+    SessionError,
+    SettingsError,
+    described,
+)
 from turnleaf.sessions._events import EventTooLarge, LastEvent
-from turnleaf.sessions._reporting import Redaction
+from turnleaf.sessions._reporting import BODY_BYTES, Redaction, kind_of
 
 __all__ = ["HttpSession"]
 
@@ -22,7 +28,6 @@ SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
 UNAVAILABLE = frozenset({429, 502, 503, 504})
 """Statuses that speak of the way to the agent, not of the agent."""
 
-ERROR_BODY_BYTES = 64 * 1024
 CLOSE_SECONDS = 5.0
 
 
@@ -64,13 +69,7 @@ class HttpSession:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: types.TracebackType | None,
-        /,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         client, self._client = self._client, None
         if client is not None:
             # Shielded: the connection is closed after cancellation, too.
@@ -146,16 +145,16 @@ class HttpSession:
         body = bytearray()
         async for piece in response.content.iter_any():
             body += piece
-            if len(body) > ERROR_BODY_BYTES:
+            if len(body) > BODY_BYTES:
                 break
-        said = redaction.text(body.decode("utf-8", "replace"))
+        said = redaction.body(bytes(body))
         text = f"the agent at {self._url} answered with status {response.status}: {said}"
         if response.status in (404, 405):
             text += " (is that the address of an agent that takes POST /invocations?)"
         return SessionError(text) if response.status in UNAVAILABLE else AgentError(text)
 
     def _trouble(self, error: aiohttp.ClientError | OSError) -> str:
-        said = f"{type(error).__name__}: {error}"
+        said = described(error)
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             return (
                 f"no connection to the agent at {self._url} within {self._connect_timeout:g} s "
@@ -177,7 +176,7 @@ class HttpSession:
 def _invocations_url(url: object) -> str:
     example = "give an address such as http://127.0.0.1:8080"
     if not isinstance(url, str):
-        raise SettingsError(f"HttpSession: url is a {type(url).__name__}; {example}")
+        raise SettingsError(f"HttpSession: url is {kind_of(url)}; {example}")
     try:
         parts = urlsplit(url)
         # Reading it checks it.
@@ -206,14 +205,12 @@ def _encoded(payload: Mapping[str, Any]) -> io.BytesIO:
     try:
         return io.BytesIO(json.dumps(payload, allow_nan=False).encode())
     except (TypeError, ValueError, RecursionError) as error:
-        raise PayloadError(
-            f"the payload cannot be sent as JSON: {type(error).__name__}: {error}"
-        ) from None
+        raise PayloadError(f"the payload cannot be sent as JSON: {described(error)}") from None
 
 
 def _parsed(body: bytes, redaction: Redaction) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
-        said = redaction.text(body[:ERROR_BODY_BYTES].decode("utf-8", "replace"))
-        raise BadResultError(f"the agent's result is not JSON: {said or 'it is empty'}") from None
+        said = redaction.body(body) or "it is empty"
+        raise BadResultError(f"the agent's result is not JSON: {said}") from None

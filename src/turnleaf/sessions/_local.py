@@ -2,17 +2,16 @@
 
 import copy
 import inspect
-import types
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Self
 
 import anyio
-import anyio.to_thread
 
 from turnleaf.core import AgentError, ContractError
 from turnleaf.sessions._importing import attribute, import_module, load_file
-from turnleaf.sessions._reporting import Redaction, describe
+from turnleaf.sessions._reporting import Redaction, describe, kind_of
+from turnleaf.sessions._threads import call_in_daemon_thread
 
 __all__ = ["AgentFunction", "LocalSession"]
 
@@ -23,12 +22,14 @@ AgentFunction = Callable[[dict[str, Any]], Any | Awaitable[Any]]
 class LocalSession:
     """Runs an agent in this process; a RolloutSession.
 
-    target: the agent's function, or where to find it: `"path/to/agent.py:run"` (the file is
-        loaded once, its folder goes to the front of `sys.path`) or `"package.module:run"`.
+    target: the agent's function, or where to find it: `"path/to/agent.py:run"` or
+        `"package.module:run"`. A file is loaded once. Its folder is first on `sys.path` meanwhile
+        and last from then on: import neighbours that are named like an installed package at the
+        top of the file, not within its functions.
 
     An async function runs in the caller's event loop, which it must not block. A plain function
-    gets a worker thread of its own; since threads cannot be cancelled, cancelling `run` abandons
-    it: it runs on, unheard, until it returns, and the process ends only after it did.
+    gets a thread of its own; since threads cannot be cancelled, cancelling `run` abandons it: it
+    runs on, unheard, until it returns or the process ends, which does not wait for it.
 
     Raises ContractError when the target cannot be found, loaded, or called with one payload.
     """
@@ -42,13 +43,7 @@ class LocalSession:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: types.TracebackType | None,
-        /,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Nothing to stop: the agent runs inside `run`, and ends with it."""
 
     async def run(self, payload: dict[str, Any]) -> dict[str, Any]:
@@ -84,13 +79,7 @@ class LocalSession:
     async def _call(self, payload: dict[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(payload)
-        result = await anyio.to_thread.run_sync(
-            self._function,
-            payload,
-            abandon_on_cancel=True,
-            # Its own, because the default one lets only 40 agents of a process run at once.
-            limiter=anyio.CapacityLimiter(1),
-        )
+        result = await call_in_daemon_thread(self._function, payload)
         return await result if inspect.isawaitable(result) else result
 
 
@@ -103,21 +92,27 @@ def _found(target: str) -> Any:
             "such as path/to/agent.py:run or package.module:run"
         )
     if place.endswith(".py") or "/" in place:
-        module = load_file(Path(place), origin=origin)
+        path = Path(place)
+        module, shown = load_file(path, name=name, origin=origin), path.name
     else:
-        module = import_module(place, origin=origin)
+        module, shown = import_module(place, origin=origin), place
     functions = (
         key
         for key, value in vars(module).items()
         if inspect.isfunction(value) and not key.startswith("_")
     )
-    return attribute(module, name, origin=origin, names=functions)
+    return attribute(module, name, shown=shown, origin=origin, names=functions)
 
 
 def _check_callable(function: object, target: object) -> None:
+    if inspect.isclass(function):
+        raise ContractError(
+            f"agent {target!r} is a class; name a function, or an instance of the class that is "
+            "called with the payload"
+        )
     if not callable(function):
         raise ContractError(
-            f"agent {target!r} is not callable (it is a {type(function).__name__}); "
+            f"agent {target!r} is not callable (it is {kind_of(function)}); "
             "name a function that takes the payload and returns the result"
         )
     try:

@@ -6,10 +6,13 @@ from typing import Any, Self
 
 import attrs
 
-__all__ = ["Redaction", "describe"]
+__all__ = ["BODY_BYTES", "Redaction", "describe", "kind_of"]
 
 EXCERPT = 500
 """How many characters of a foreign text an error message takes."""
+
+BODY_BYTES = 64 * 1024
+"""How much of a foreign body is looked at for them."""
 
 
 @attrs.frozen
@@ -31,6 +34,14 @@ class Redaction:
             text = text.replace(self.secret, "[api_key]")
         text = " ".join(text.split())
         return text if len(text) <= EXCERPT else text[:EXCERPT] + "…"
+
+    def body(self, body: bytes) -> str:
+        """`text` of the first BODY_BYTES of a body, of which the rest may be absent."""
+        text = body[:BODY_BYTES].decode("utf-8", "replace")
+        if self.secret is not None and len(body) > BODY_BYTES:
+            # The cut may have left a piece of the secret, which is shorter than the whole.
+            text = text.replace(self.secret, "[api_key]")[: -len(self.secret)]
+        return self.text(text)
 
     def cause(self, error: BaseException) -> BaseException | None:
         """The exception to chain: `error`, or None when its printed form holds the secret."""
@@ -55,3 +66,9 @@ def describe(error: BaseException, file: str | None) -> str:
     if own and not isinstance(error, SyntaxError):
         text += f" at {own[-1].filename}:{own[-1].lineno}"
     return f"{text}: {error}" if str(error) else text
+
+
+def kind_of(value: object) -> str:
+    """The type of a value, with its article."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

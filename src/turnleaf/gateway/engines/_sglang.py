@@ -169,7 +169,7 @@ class SGLangEngine:
         said = f"it answers {status}: {error_text(response.body)}"
         if status in _PASSING or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise _PassingFailureError(said)
-        raise EngineError(f"the engine at {self._address} refuses the call: {said}")
+        raise EngineError(f"the engine refuses the call: {said}")
 
     async def _abort(self, rid: str) -> None:
         """Ask every engine to end the call; whoever cannot be asked is left to notice that the

@@ -240,4 +240,7 @@ def _message(segments: Segments, reasoning: str) -> Parsed:
     texts = [part for part in segments.parts if isinstance(part, str)]
     if calls:
         texts = [text for text in texts if text.strip()]
+        if texts and segments.parts[0] == texts[0]:
+            # Line feeds between the text and its first call belong to the call.
+            texts[0] = texts[0].rstrip("\n")
     return Parsed("".join(texts), reasoning, calls, segments.malformed)
