@@ -1,9 +1,12 @@
 import asyncio
+import time
 
 import anyio
 import pytest
 
 from turnleaf.core import Background
+from turnleaf.core import _background as background_module
+from turnleaf.core import _tasks as tasks_module
 
 pytestmark = pytest.mark.anyio
 
@@ -59,6 +62,79 @@ async def test_a_task_that_cancels_itself_disturbs_nobody(
     assert "row 1: background task cancelled itself" in caplog.text
 
 
+class FatalError(BaseException):
+    """No Exception."""
+
+
+# With a loop of its own: pytest's is not told of the user's interrupt, as asyncio's runner is.
+@pytest.mark.parametrize(
+    "error",
+    [
+        FatalError("no luck"),
+        KeyboardInterrupt("no luck"),
+        SystemExit("no luck"),
+        GeneratorExit("no luck"),
+        BaseExceptionGroup("no luck", [FatalError()]),
+    ],
+)
+def test_whatever_a_task_raises_is_logged_and_disturbs_no_other(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail() -> None:
+        raise error
+
+    async def main() -> bool:
+        release, done = anyio.Event(), anyio.Event()
+
+        async def work() -> None:
+            await release.wait()
+            done.set()
+
+        async with Background() as background:
+            background.start(work, name="row 2")
+            background.start(fail, name="row 1")
+            await anyio.wait_all_tasks_blocked()
+            release.set()
+        return done.is_set()
+
+    assert anyio.run(main)
+    assert "row 1: background task failed" in caplog.text
+    assert "no luck" in caplog.text
+
+
+async def test_a_task_that_ignores_its_cancellation_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background_module, "STOP_LIMIT", 0.3)
+    monkeypatch.setattr(tasks_module, "AGAIN", 0.1)
+    release, cancelled = asyncio.Event(), 0
+
+    async def go_on() -> None:
+        nonlocal cancelled
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                cancelled += 1
+
+    before, busy = anyio.current_time(), time.process_time()
+    async with Background(limit=0.01) as background:
+        background.start(go_on, name="row 1")
+        background.start(anyio.sleep_forever, name="row 2")
+    assert anyio.current_time() - before < 2
+    assert time.process_time() - busy < 0.2
+    assert 2 <= cancelled <= 4
+    assert [record.getMessage() for record in caplog.records] == [
+        "row 1: clean-up still running; cancelled (limit: 0.01 s)",
+        "row 2: clean-up still running; cancelled (limit: 0.01 s)",
+        "row 1: clean-up ignores its cancellation; given up",
+    ]
+    (given_up,) = tasks_module._outlasting
+    release.set()
+    await asyncio.wait([given_up])
+    assert not tasks_module._outlasting
+
+
 async def test_what_outlasts_the_limit_is_logged_and_cancelled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -66,7 +142,7 @@ async def test_what_outlasts_the_limit_is_logged_and_cancelled(
         background.start(anyio.sleep_forever, name="row 1")
         background.start(anyio.lowlevel.checkpoint, name="row 2")
     assert [record.getMessage() for record in caplog.records] == [
-        "row 1: clean-up still running after 0.01 s; cancelled"
+        "row 1: clean-up still running; cancelled (limit: 0.01 s)"
     ]
 
 

@@ -406,6 +406,11 @@ def last_event(pieces, max_bytes=1_000_000):
         (b"data: [1,\ndata:  2]\n\n", b"[1,\n 2]"),
         (b"data\n\n", b""),
         (b"database: 1\n\n", None),
+        (b"\xef\xbb\xbfdata: 1\n\n", b"1"),
+        (b"\xef\xbb\xbf\ndata: 1\n\n", b"1"),
+        (b"\xef\xbb\xbfdata: 1", b"1"),
+        (b"\xef\xbb\xbf\xef\xbb\xbfdata: 1\n\n", None),
+        (b"\n\xef\xbb\xbfdata: 1\n\n", None),
         # A stream that was cut must not pass its last but one event for the result.
         (b"data: 1\n\ndata: {", b"{"),
     ],

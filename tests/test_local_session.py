@@ -1,9 +1,11 @@
 import asyncio
 import concurrent.futures
+import gc
 import re
 import subprocess
 import sys
 import threading
+import time
 import traceback
 
 import anyio
@@ -11,6 +13,7 @@ import pytest
 
 from turnleaf.core import AgentError, ContractError
 from turnleaf.sessions import LocalSession
+from turnleaf.sessions import _local as local_module
 
 pytestmark = pytest.mark.anyio
 
@@ -200,25 +203,99 @@ async def test_of_a_group_the_first_exception_is_reported():
         await run(agent)
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), StopIteration(), AgentError("own")])
-async def test_no_exception_of_the_agent_is_taken_for_ours(error):
+class FatalError(BaseException):
+    """No Exception."""
+
+
+class MuteError(Exception):
+    def __str__(self):
+        raise LookupError
+
+
+def deep_group():
+    group = BaseExceptionGroup("g", [FatalError()])
+    for _ in range(3000):
+        group = BaseExceptionGroup("g", [group])
+    return group
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SystemExit(3),
+        StopIteration(),
+        AgentError("own"),
+        FatalError("own"),
+        GeneratorExit(),
+        KeyboardInterrupt(),
+        BaseExceptionGroup("g", [FatalError(), ValueError()]),
+        BaseExceptionGroup("g", [asyncio.CancelledError(), ValueError()]),
+        deep_group(),
+        MuteError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_no_exception_of_the_agent_is_taken_for_ours(error):
     def agent(payload):
         raise error
 
     async def async_agent(payload):
         raise error
 
+    # With a loop of its own: pytest's is not told of the user's interrupt, as asyncio's runner is.
     for target in (agent, async_agent):
         with pytest.raises(AgentError, match="the agent raised"):
-            await run(target)
+            anyio.run(run, target, {"_config": {"api_key": SECRET}})
 
 
 async def test_an_agent_that_cancels_itself_has_failed():
     async def agent(payload):
         raise asyncio.CancelledError
 
-    with pytest.raises(AgentError, match="cancelled itself"):
+    async def other(payload):
+        asyncio.current_task().cancel()
+        await anyio.sleep_forever()
+
+    for target in (agent, other):
+        with pytest.raises(AgentError, match="cancelled itself"):
+            await run(target)
+
+
+async def test_an_agent_that_cancels_itself_and_returns_has_a_result():
+    async def agent(payload):
+        asyncio.current_task().cancel()
+        return {"reward": 1}
+
+    assert await run(agent) == {"reward": 1}
+
+
+async def test_an_agent_that_ignores_its_cancellation_is_abandoned(monkeypatch, caplog):
+    monkeypatch.setattr(local_module, "STOP_LIMIT", 0.3)
+    release, ended, swallowed = asyncio.Event(), asyncio.Event(), 0
+
+    async def agent(payload):
+        nonlocal swallowed
+        while not release.is_set():
+            try:
+                await release.wait()
+            except BaseException:  # noqa: BLE001  # as agents do that no tool shall end
+                swallowed += 1
+        ended.set()
+        raise ValueError("nobody listens")
+
+    busy = time.process_time()
+    with anyio.move_on_after(0.05) as scope:
         await run(agent)
+    assert scope.cancelled_caught
+    assert time.process_time() - busy < 0.2
+    assert swallowed == 1
+    assert "ignores its cancellation; abandoned, it runs on" in caplog.text
+    caplog.clear()
+    release.set()
+    await ended.wait()
+    await anyio.wait_all_tasks_blocked()
+    gc.collect()
+    assert caplog.text == ""
 
 
 async def test_the_secret_stays_out_of_the_error_and_of_its_causes():

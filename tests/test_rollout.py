@@ -1,9 +1,12 @@
+import asyncio
 import contextlib
 import copy
 import logging
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Self
 
 import anyio
@@ -40,6 +43,7 @@ from turnleaf.core import (
     run_rollout,
 )
 from turnleaf.core import _attendance as attendance_module
+from turnleaf.core import _background as background_module
 from turnleaf.core import _rollout as rollout_module
 
 pytestmark = pytest.mark.anyio
@@ -291,6 +295,21 @@ CIRCULAR: dict[str, Any] = {}
 CIRCULAR["self"] = CIRCULAR
 
 
+class Incomparable(dict[str, Any]):
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise LookupError
+
+
+def nested(levels: int, kind: str = "list") -> dict[str, Any]:
+    """A payload of that many levels."""
+    value: Any = 1
+    for _ in range(levels - 1):
+        value = [value] if kind == "list" else {"a": value}
+    return {"value": value}
+
+
 @pytest.mark.parametrize(
     ("payload", "remedy"),
     [
@@ -305,6 +324,11 @@ CIRCULAR["self"] = CIRCULAR
         (CIRCULAR, "not JSON"),
         ({1: "a"}, "a key that is not text"),
         ({"a": ({"b": (1,)},)}, "tuple"),
+        (Incomparable(), "changes when written as JSON"),
+        (nested(101), "nests deeper than 100 levels"),
+        (nested(101, "dict"), "nests deeper than 100 levels"),
+        (nested(600), "nests deeper than 100 levels"),
+        (nested(100_000), "nests deeper than 100 levels"),
     ],
 )
 async def test_a_bad_payload_fails_before_anything_is_started(payload: object, remedy: str) -> None:
@@ -318,6 +342,19 @@ async def test_a_bad_payload_fails_before_anything_is_started(payload: object, r
     assert len(rollout.trajectory) == 0
     assert rollout.timings.started_at is None
     assert (gateway.opened, sessions.entered) == ({}, 0)
+
+
+@pytest.mark.parametrize("kind", ["list", "dict"])
+async def test_a_payload_of_a_hundred_levels_is_passed_on(kind: str) -> None:
+    payload = nested(100, kind)
+    received = []
+
+    async def agent(request: dict[str, Any]) -> dict[str, Any]:
+        received.append(copy.deepcopy(request["value"]))
+        return {}
+
+    assert (await played(agent, sampled=False, payload=payload)).status == "completed"
+    assert received == [payload["value"]]
 
 
 async def test_a_payload_of_none_fails_too() -> None:
@@ -395,13 +432,267 @@ async def test_a_result_that_cannot_be_printed_fails_as_any_other(
     assert said in str(rollout.error)
 
 
-async def test_an_exception_that_cannot_be_printed_is_named_by_its_type() -> None:
-    class MuteError(Exception):
-        def __str__(self) -> str:
-            raise LookupError
+class OwnDict(dict[str, Any]):
+    def get(self, *_: object) -> Any:
+        raise LookupError
 
+
+class BadReal(float):
+    def __float__(self) -> float:
+        raise LookupError
+
+
+class Liar:
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        raise LookupError
+
+
+def deep(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (lambda: {"reward": BadReal(1)}, "which is BadReal; it must be a finite number"),
+        (lambda: {"reward": deep(5000)}, "which is list; it must be a finite number"),
+        (lambda: {"error": deep(5000)}, "reported an error: ["),
+        (lambda: {"error": [10**5000]}, "reported an error: <list that cannot be printed>"),
+        (lambda: {"reward": Liar()}, "the agent's result cannot be read: LookupError"),
+        (Liar, "the agent's result cannot be read: LookupError"),
+    ],
+)
+async def test_a_result_that_resists_being_read_is_the_agents_failure(
+    result: Callable[[], object], said: str
+) -> None:
+    rollout = await played(answering(result()))
+    assert isinstance(rollout.error, BadResultError | AgentError)
+    assert (rollout.status, rollout.cause, len(rollout.trajectory)) == ("failed", "agent", 1)
+    assert said in str(rollout.error)
+
+
+async def test_a_dict_is_read_as_one_whatever_its_class_does() -> None:
+    assert (await played(answering(OwnDict(reward=1)))).reward == 1.0
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise SystemExit
+
+
+class MuteAgentError(AgentError):
+    def __str__(self) -> str:
+        raise LookupError
+
+
+async def test_an_exception_that_cannot_be_printed_is_named_by_its_type(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     rollout = await played(raising(MuteError()))
     assert str(rollout.error) == "row 3: the session failed: MuteError: its text cannot be made"
+    rollout = await played(raising(MuteAgentError()))
+    assert type(rollout.error) is AgentError
+    assert str(rollout.error) == "MuteAgentError: its text cannot be made"
+    gateway = MemoryGateway()
+    sessions = Sessions(answering({"reward": 1}), on_leave=failing(MuteError, ""))
+    async with Background() as background:
+        assert (await play(gateway, sessions, background)).reward == 1.0
+    assert "leaving the session raised MuteError: its text cannot be made" in caplog.text
+
+
+class FatalError(BaseException):
+    """No Exception."""
+
+
+def fatal_group(levels: int) -> BaseExceptionGroup[BaseException]:
+    group = BaseExceptionGroup("g", [FatalError("fatal"), ValueError()])
+    for _ in range(levels):
+        group = BaseExceptionGroup("g", [group])
+    return group
+
+
+FATAL = [
+    FatalError("fatal"),
+    GeneratorExit("fatal"),
+    KeyboardInterrupt("fatal"),
+    SystemExit("fatal"),
+    fatal_group(0),
+    fatal_group(3000),
+]
+
+
+async def cancel_and_go_on() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+
+
+async def cancel_and_wait_for_it() -> None:
+    await cancel_and_go_on()
+    await anyio.sleep_forever()
+
+
+def hook(error: BaseException) -> Hook:
+    async def fail() -> None:
+        raise error
+
+    return fail
+
+
+@contextlib.asynccontextmanager
+async def neighbour(gateway: MemoryGateway, background: Background) -> AsyncIterator[None]:
+    """Another rollout goes on during the body, and completes after it."""
+    release = anyio.Event()
+
+    async def waiting(payload: dict[str, Any]) -> dict[str, Any]:
+        await release.wait()
+        return {"reward": 2}
+
+    rollouts = []
+
+    async def one() -> None:
+        rollouts.append(await play(gateway, Sessions(waiting), background, name="row 4"))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one)
+        await anyio.wait_all_tasks_blocked()
+        yield
+        release.set()
+    assert [rollout.reward for rollout in rollouts] == [2.0]
+
+
+# With a loop of its own: pytest's is not told of the user's interrupt, as asyncio's runner is.
+@pytest.mark.parametrize("where", ["run", "on_enter", "on_leave"])
+@pytest.mark.parametrize(
+    "harm", [*map(hook, FATAL), hook(asyncio.CancelledError()), cancel_and_wait_for_it]
+)
+def test_no_exception_of_a_session_reaches_another_rollout(
+    where: str, harm: Hook, caplog: pytest.LogCaptureFixture
+) -> None:
+    anyio.run(check_that_nothing_reaches_another_rollout, where, harm, caplog)
+
+
+async def check_that_nothing_reaches_another_rollout(
+    where: str, harm: Hook, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = MemoryGateway()
+
+    async def agent(payload: dict[str, Any]) -> dict[str, Any]:
+        await gateway.sample(payload["_config"]["api_key"])
+        if where == "run":
+            await harm()
+        return {"reward": 1}
+
+    hooks = {} if where == "run" else {where: harm}
+    sessions = Sessions(agent, **hooks)
+    async with Background() as background, neighbour(gateway, background):
+        rollout = await play(gateway, sessions, background)
+        assert len(gateway.closed) == 1
+    assert gateway.no_key_is_open()
+    assert len(rollout.trajectory) == (0 if where == "on_enter" else 1)
+    if where == "on_leave":
+        assert (rollout.status, rollout.reward) == ("completed", 1.0)
+        assert "row 3: leaving the session raised " in caplog.text
+    else:
+        assert (rollout.status, rollout.cause) == ("failed", "infrastructure")
+        assert isinstance(rollout.error, SessionError)
+        assert "fatal" in str(rollout.error) or "cancelled itself" in str(rollout.error)
+        assert sessions.running == 0
+
+
+@pytest.mark.parametrize("where", ["run", "on_enter", "on_leave"])
+async def test_a_session_that_cancels_itself_and_goes_on_breaks_nothing_off(where: str) -> None:
+    gateway = MemoryGateway()
+
+    async def agent(payload: dict[str, Any]) -> dict[str, Any]:
+        if where == "run":
+            await cancel_and_go_on()
+        return {"reward": 1}
+
+    hooks = {} if where == "run" else {where: cancel_and_go_on}
+    sessions = Sessions(agent, **hooks)
+    async with Background() as background, neighbour(gateway, background):
+        rollout = await play(gateway, sessions, background)
+    assert (rollout.status, rollout.reward) == ("completed", 1.0)
+    assert gateway.no_key_is_open()
+    assert sessions.running == 0
+
+
+async def test_what_nobody_foresaw_fails_the_rollout_and_closes_its_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gateway = MemoryGateway(new_secret=lambda: KEY)
+
+    def unforeseen(*_: object, **__: object) -> None:
+        raise FatalError(f"nobody saw it come: {KEY}")
+
+    monkeypatch.setattr(rollout_module, "checked_result", unforeseen)
+    rollout = await played(answering({"reward": 1}), gateway)
+    assert (rollout.status, rollout.cause) == ("failed", "infrastructure")
+    assert str(rollout.error) == (
+        "row 3: the rollout broke: FatalError: nobody saw it come: [api_key]"
+    )
+    assert len(rollout.trajectory) == 1
+
+    monkeypatch.undo()
+    gateway = MemoryGateway(on_close=hook(FatalError("in the closing")))
+    rollout = await played(answering({"reward": 1}), gateway)
+    assert (rollout.status, rollout.cause) == ("failed", "infrastructure")
+    assert str(rollout.error) == "row 3: the rollout broke: FatalError: in the closing"
+
+
+@pytest.mark.parametrize("where", ["on_open", "on_close"])
+async def test_a_gateway_that_awaits_what_was_cancelled_has_failed(where: str) -> None:
+    gateway = MemoryGateway(**{where: hook(asyncio.CancelledError())})
+    sessions = Sessions(answering({}))
+    async with Background() as background, neighbour(MemoryGateway(), background):
+        rollout = await play(gateway, sessions, background)
+    assert isinstance(rollout.error, GatewayError)
+    assert "what it waited for was cancelled" in str(rollout.error)
+    assert sessions.running == 0
+
+
+def interrupting(times: int) -> Agent:
+    async def agent(payload: dict[str, Any]) -> object:
+        # The first signal cancels the main task; as an agent that blocks, this does not let it.
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+        await anyio.sleep_forever()
+
+    return agent
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_users_interrupt_ends_the_program(times: int) -> None:
+    gateway = MemoryGateway()
+
+    async def main() -> None:
+        async with Background() as background:
+            await play(gateway, Sessions(interrupting(times)), background)
+
+    with pytest.raises(KeyboardInterrupt):
+        anyio.run(main)
+    assert gateway.no_key_is_open()
+
+
+def test_without_a_handler_of_the_loop_an_interrupt_is_the_users() -> None:
+    async def main() -> None:
+        async with Background() as background:
+            await play(MemoryGateway(), Sessions(raising(KeyboardInterrupt())), background)
+
+    loop = asyncio.new_event_loop()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(main())
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0.01))
+    finally:
+        loop.close()
 
 
 @pytest.mark.parametrize("error", ["boom", "", 0, {"type": "X"}])
@@ -603,8 +894,9 @@ async def test_an_agent_that_resists_its_end_holds_nothing_back() -> None:
     release = anyio.Event()
 
     async def resisting(payload: dict[str, Any]) -> dict[str, Any]:
-        with anyio.CancelScope(shield=True):
-            await release.wait()
+        while not release.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await release.wait()
         return {"reward": 1}
 
     gateway, sessions = MemoryGateway(), Sessions(resisting)
@@ -612,8 +904,34 @@ async def test_an_agent_that_resists_its_end_holds_nothing_back() -> None:
         rollout = await play(gateway, sessions, background, max_rollout_time=0.01)
         assert (rollout.status, rollout.reward) == ("timed_out", None)
         assert gateway.no_key_is_open()
+        busy = time.process_time()
+        await anyio.sleep(0.2)
+        assert time.process_time() - busy < 0.1
         release.set()
     assert sessions.running == 0
+
+
+async def test_a_session_that_never_ends_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attendance_module, "LEAVE_LIMIT", 0.01)
+    monkeypatch.setattr(attendance_module, "STOP_LIMIT", 0.01)
+    release, ended = anyio.Event(), anyio.Event()
+
+    async def resisting(payload: dict[str, Any]) -> None:
+        while not release.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await release.wait()
+        ended.set()
+
+    gateway = MemoryGateway()
+    async with Background() as background:
+        rollout = await play(gateway, Sessions(resisting), background, max_rollout_time=0.01)
+    assert rollout.status == "timed_out"
+    assert "row 3: the session ignores its cancellation; given up" in caplog.text
+    assert not ended.is_set()
+    release.set()
+    await ended.wait()
 
 
 async def test_the_abort_signal_ends_a_rollout_at_once_with_its_turns() -> None:
@@ -1019,14 +1337,38 @@ async def test_failures_are_logged_by_name(caplog: pytest.LogCaptureFixture) -> 
     assert [record.getMessage() for record in caplog.records] == ["row 8: failed (agent): no luck"]
 
 
-async def test_a_background_that_ends_first_is_a_mistake(
+async def test_a_background_that_ends_first_cuts_the_rollout_off(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.RaisesGroup(pytest.RaisesExc(RuntimeError, match="row 3: the background tasks")):
-        async with anyio.create_task_group() as tasks, Background(limit=0.01) as background:
-            tasks.start_soon(play, MemoryGateway(), Sessions(hanging), background)
-            await anyio.wait_all_tasks_blocked()
-    assert "row 3: clean-up still running after 0.01 s; cancelled" in caplog.text
+    gateway, rollouts = MemoryGateway(), []
+    sessions = Sessions(sampling_then(gateway, hanging))
+
+    async def one(background: Background) -> None:
+        rollouts.append(await play(gateway, sessions, background))
+
+    async with anyio.create_task_group() as tasks, Background(limit=0.01) as background:
+        tasks.start_soon(one, background)
+        await anyio.wait_all_tasks_blocked()
+    assert "row 3: clean-up still running; cancelled (limit: 0.01 s)" in caplog.text
+    (rollout,) = rollouts
+    assert (rollout.status, rollout.cause) == ("failed", "infrastructure")
+    assert "the background tasks ended before the rollout did" in str(rollout.error)
+    assert len(rollout.trajectory) == 1
+    assert gateway.no_key_is_open()
+    assert sessions.running == 0
+
+
+async def test_a_background_ends_even_when_gateway_and_session_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(background_module, "STOP_LIMIT", 0.1)
+    gateway = MemoryGateway(on_close=anyio.sleep_forever)
+    sessions = Sessions(hanging, on_leave=anyio.sleep_forever)
+    with anyio.fail_after(5):
+        async with Background(limit=0.01) as background:
+            with anyio.move_on_after(0.01):
+                await play(gateway, sessions, background)
+    assert gateway.closed == {"key0": True}
 
 
 @attrs.define(eq=False)

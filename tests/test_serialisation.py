@@ -219,6 +219,17 @@ def test_a_later_version_is_refused_by_number() -> None:
         Trajectory.from_json('{"version": 2, "turns": []}')
 
 
+@pytest.mark.parametrize("version", ["true", "1.0", '"1"', "null", "[1]"])
+def test_only_the_number_is_a_version(version: str) -> None:
+    with pytest.raises(TrajectoryError, match="this turnleaf reads version 1"):
+        Trajectory.from_json(f'{{"version": {version}, "turns": []}}')
+
+
+def test_an_unknown_key_beside_the_turns_is_named() -> None:
+    with pytest.raises(TrajectoryError, match="unknown key 'leaves'"):
+        Trajectory.from_json('{"version": 1, "turns": [], "leaves": []}')
+
+
 def test_a_version_of_any_size_makes_a_short_message() -> None:
     with pytest.raises(TrajectoryError, match="of version") as caught:
         Trajectory.from_json(json.dumps({"version": "x" * 10_000, "turns": []}))

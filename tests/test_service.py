@@ -8,6 +8,8 @@ import anyio
 import pytest
 
 from turnleaf.core import Service, SettingsError
+from turnleaf.core import _background as background_module
+from turnleaf.core import _service as service_module
 
 # What waits for another thread fails here instead of hanging.
 PATIENCE = 10.0
@@ -166,6 +168,72 @@ def test_every_use_that_races_a_close_ends() -> None:
             threads.submit(service.close).result(PATIENCE)
             ends = {future.result(PATIENCE) for future in uses}
         assert ends <= {"done", "the service is closed"}
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_an_exit_in_a_task_of_foreign_code_ends_that_task_only(error: BaseException) -> None:
+    async def tool() -> None:
+        raise error
+
+    async def agent() -> str:
+        (outcome,) = await asyncio.gather(tool(), return_exceptions=True)
+        asyncio.get_running_loop().call_soon(fail)
+        await anyio.wait_all_tasks_blocked()
+        return type(outcome).__name__
+
+    def fail() -> None:
+        raise error
+
+    async def wait_for(event: anyio.Event) -> str:
+        await event.wait()
+        return "undisturbed"
+
+    with Service() as service, ThreadPoolExecutor() as threads:
+        event = service.call(make_event)
+        other = threads.submit(service.call, wait_for, event)
+        ended = threads.submit(service.call, agent)
+        assert ended.result(PATIENCE) == type(error).__name__
+        service.call(set_event, event)
+        assert other.result(PATIENCE) == "undisturbed"
+
+
+async def make_event() -> anyio.Event:
+    return anyio.Event()
+
+
+async def set_event(event: anyio.Event) -> None:
+    event.set()
+
+
+def test_closing_does_not_wait_for_a_task_that_ignores_its_cancellation(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background_module, "STOP_LIMIT", 0.05)
+    monkeypatch.setattr(service_module, "END_LIMIT", 0.05)
+    release = threading.Event()
+
+    async def go_on() -> None:
+        while not release.is_set():
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
+
+    async def work(service: Service) -> threading.Thread:
+        service.background.start(go_on, name="row 1")
+        return threading.current_thread()
+
+    service = Service(clean_up_limit=0.05)
+    thread = service.call(work, service)
+    try:
+        with ThreadPoolExecutor() as threads:
+            threads.submit(service.close).result(PATIENCE)
+        assert thread.is_alive()
+        assert "the service's thread is abandoned" in caplog.text
+    finally:
+        release.set()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
 
 
 def test_an_unused_service_has_no_thread_and_no_background() -> None:

@@ -84,15 +84,26 @@ def test_an_empty_section_changes_nothing(text: str) -> None:
         ("gateway_port: 9090.0", "gateway_port", "9090.0", "a whole number"),
         ("gateway_port:", "gateway_port", "None", "a whole number"),
         ("gateway_port: '9090'", "gateway_port", "'9090'", "without quotes"),
-        ("gateway_host: 10", "gateway_host", "10", "text or null"),
-        ("gateway_host: ''", "gateway_host", "''", "text or null"),
+        ("gateway_port: 0x" + 5000 * "f", "gateway_port", "<int that cannot", "a whole number"),
+        ("gateway_host: 10", "gateway_host", "10", "a host name"),
+        ("gateway_host: ''", "gateway_host", "''", "a host name"),
+        ("gateway_host: http://x", "gateway_host", "'http://x'", "a host name"),
+        ("gateway_host: a b", "gateway_host", "'a b'", "a host name"),
+        ('gateway_host: "a\\0b"', "gateway_host", r"'a\x00b'", "a host name"),
+        ("gateway_host: x:80", "gateway_host", "'x:80'", "a host name"),
+        ("gateway_host: a..b", "gateway_host", "'a..b'", "a host name"),
         ("max_rollout_time: 0", "max_rollout_time", "0", "a number above 0"),
         ("max_rollout_time: .inf", "max_rollout_time", "inf", "a number above 0"),
         ("max_rollout_time: .nan", "max_rollout_time", "nan", "a number above 0"),
+        ("max_rollout_time: 31536000.5", "max_rollout_time", "31536000.5", "at most 31536000"),
+        ("max_rollout_time: 1" + 400 * "0", "max_rollout_time", "1000", "at most 31536000"),
         ("max_rollout_time: true", "max_rollout_time", "True", "a number above 0"),
         ("max_rollout_time: 15m", "max_rollout_time", "'15m'", "a number above 0"),
         ("tps_limit: 1e-5", "tps_limit", "'1e-5'", "1.0e-5"),
+        ("tps_limit: 0x" + 5000 * "f", "tps_limit", "<int that cannot", "a number above 0"),
+        ("tps_limit: 1" + 400 * "0", "tps_limit", "1000", "a number above 0"),
         ("tps_limit: -5", "tps_limit", "-5", "a number above 0"),
+        ('model_id: "a\\0b"', "model_id", r"'a\x00b'", "text or null"),
         ("model_id: [a]", "model_id", "['a']", "text or null"),
         ("turnleaf: 5", "turnleaf", "5", "a mapping"),
         ("turnleaf: {history: restore}", "turnleaf.history", "'restore'", "a mapping"),
@@ -102,7 +113,13 @@ def test_an_empty_section_changes_nothing(text: str) -> None:
             "'drop'",
             "`restore` or `as_sent`",
         ),
-        ("turnleaf: {max_context_tokens: 0}", "turnleaf.max_context_tokens", "0", "above 0"),
+        ("turnleaf: {max_context_tokens: 0}", "turnleaf.max_context_tokens", "0", "from 1 to 21"),
+        (
+            "turnleaf: {max_context_tokens: 2147483648}",
+            "turnleaf.max_context_tokens",
+            "2147483648",
+            "from 1 to 2147483647",
+        ),
         ("turnleaf: {max_context_tokens: 1e4}", "turnleaf.max_context_tokens", "'1e4'", "quotes"),
         ("turnleaf: {tool_call_parser: null}", "turnleaf.tool_call_parser", "None", "text"),
         ("turnleaf: {reasoning_parser: 3}", "turnleaf.reasoning_parser", "3", "text"),
@@ -112,7 +129,9 @@ def test_a_wrong_value_is_named_with_what_is_expected(
     text: str, name: str, value: str, expected: str
 ) -> None:
     message = refusal(text)
-    assert message.startswith(f"{name} is {value}, but must be ")
+    assert message.startswith(f"{name} is {value}")
+    assert ", but must be " in message
+    assert len(message) < 500
     assert expected in message
 
 
@@ -153,6 +172,8 @@ def test_an_address_for_agents_is_accepted(address: str) -> None:
         "http://host#part",
         "http://ho st",
         " http://host",
+        r"http://host\0",
+        "http://host,other",
         "",
     ],
 )
@@ -160,6 +181,31 @@ def test_an_address_that_agents_cannot_use_is_refused(address: str) -> None:
     message = refusal(f"turnleaf: {{public_url: '{address}'}}")
     assert message.startswith("turnleaf.public_url is ")
     assert "{port}" in message
+
+
+def test_an_address_with_a_control_character_is_refused() -> None:
+    assert "is 'http://host/" in refusal(r'turnleaf: {public_url: "http://host/\0"}')
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "::1", "node-7", "a_b.example.com.", "büro.example"])
+def test_a_host_is_accepted(host: str) -> None:
+    assert parsed(f"gateway_host: '{host}'").gateway_host == host
+
+
+def test_the_longest_time_is_a_year() -> None:
+    assert parsed("max_rollout_time: 31_536_000").max_rollout_time == 31_536_000
+
+
+@pytest.mark.parametrize("mapping", [None, [], 5, "a", [16**5000]])
+def test_settings_that_are_no_mapping_are_refused(mapping: Any) -> None:
+    with pytest.raises(SettingsError, match=r"^the settings are .*, but must be a mapping"):
+        Settings.from_mapping(mapping)
+
+
+@pytest.mark.parametrize("name", [(16**5000,), (1, 2), None])
+def test_a_name_of_any_kind_is_refused(name: object) -> None:
+    with pytest.raises(SettingsError, match="unknown setting"):
+        Settings.from_mapping({"rollout_session_backend": BACKEND, name: 1})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from turnleaf.core._rollout import Rollout, RolloutTimings, run_rollout
 from turnleaf.core._service import Service
 from turnleaf.core._settings import Settings
 from turnleaf.core._start_rate import StartRate
+from turnleaf.core._tasks import cancel_and_wait, is_interrupt, start_task
 from turnleaf.core._trajectory import Leaf, Place, Trajectory
 from turnleaf.core._turn import (
     Exclusion,
@@ -46,7 +47,10 @@ __all__ = [
     "TurnTimings",
     "WeightSpan",
     *_errors,
+    "cancel_and_wait",
     "described",
     "group_advantages",
+    "is_interrupt",
     "run_rollout",
+    "start_task",
 ]

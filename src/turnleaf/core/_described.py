@@ -6,19 +6,26 @@ from typing import Any
 
 from turnleaf.core._errors import ContractError, GatewayError, RolloutError
 
-__all__ = ["described", "excerpt", "hidden", "unwrapped"]
+__all__ = ["described", "excerpt", "hidden", "text_of", "unwrapped"]
 
 
 def described(error: BaseException) -> str:
     """The type and, where it has one, the text of an exception; raises nothing."""
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001  # of a foreign __str__
+    text = text_of(error)
+    if text is None:
         text = "its text cannot be made"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def unwrapped(error: Exception) -> Exception:
+def text_of(error: BaseException) -> str | None:
+    """The text of an exception; None when it has one that cannot be made."""
+    try:
+        return str(error)
+    except BaseException:  # noqa: BLE001  # of a foreign __str__
+        return None
+
+
+def unwrapped(error: BaseException) -> BaseException:
     """The exception to blame: of a group, the first that is an error of ours, else the first."""
     inner = list(_ungrouped(error))
     for kind in (ContractError, RolloutError, GatewayError):
@@ -28,12 +35,14 @@ def unwrapped(error: Exception) -> Exception:
     return inner[0]
 
 
-def _ungrouped(error: Exception) -> Iterator[Exception]:
-    if isinstance(error, ExceptionGroup):
-        for inner in error.exceptions:
-            yield from _ungrouped(inner)
-    else:
-        yield error
+def _ungrouped(error: BaseException) -> Iterator[BaseException]:
+    waiting = [error]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, BaseExceptionGroup):
+            waiting.extend(reversed(one.exceptions))
+        else:
+            yield one
 
 
 def hidden(text: str, secret: str) -> str:
@@ -45,7 +54,7 @@ def excerpt(value: object, *, length: int, secret: str = "") -> str:
     """How `value` prints, without `secret`, in at most `length` characters; raises nothing."""
     try:
         text = _Excerpt(secret, length).repr(value)
-    except Exception:  # noqa: BLE001  # of a foreign __repr__, or an int too long for Python
+    except BaseException:  # noqa: BLE001  # of a foreign __repr__, or an int too long for Python
         text = f"<{type(value).__name__} that cannot be printed>"
     return text[:length]
 

@@ -5,11 +5,14 @@ import math
 import numbers
 from typing import Any
 
-from turnleaf.core._described import excerpt, hidden
+from turnleaf.core._described import described, excerpt, hidden
 from turnleaf.core._errors import AgentError, BadResultError, PayloadError
 from turnleaf.core._protocols import Key
 
 __all__ = ["checked_payload", "checked_result", "checked_reward", "with_config"]
+
+MAX_NESTING = 100
+"""Levels of a payload; far more than any row has, far fewer than Python's recursion takes."""
 
 _EXCERPT = 100
 _ERROR_EXCERPT = 500
@@ -27,14 +30,44 @@ def checked_payload(payload: object, *, name: str) -> dict[str, Any]:
         )
     try:
         copy: dict[str, Any] = json.loads(json.dumps(payload, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise PayloadError(f"{name}: the payload is not JSON ({error}); {_ROW}") from error
-    if copy != payload:
+    except RecursionError:
+        raise _too_deep(name) from None
+    except Exception as error:
+        said = described(error)
+        raise PayloadError(f"{name}: the payload is not JSON ({said}); {_ROW}") from error
+    if _nesting_exceeds(copy, MAX_NESTING):
+        raise _too_deep(name)
+    if not _equal(copy, payload):
         raise PayloadError(
             f"{name}: the payload changes when written as JSON (a key that is not text, or a "
             f"tuple); {_ROW}"
         )
     return copy
+
+
+def _too_deep(name: str) -> PayloadError:
+    return PayloadError(f"{name}: the payload nests deeper than {MAX_NESTING} levels; {_ROW}")
+
+
+def _equal(copy: dict[str, Any], payload: dict[str, Any]) -> bool:
+    try:
+        return copy == payload
+    except Exception:  # noqa: BLE001  # of a foreign __eq__
+        return False
+
+
+def _nesting_exceeds(value: Any, levels: int) -> bool:
+    level = [value]
+    for _ in range(levels):
+        containers = [inner for inner in level if isinstance(inner, dict | list)]
+        if not containers:
+            return False
+        level = [
+            inner
+            for container in containers
+            for inner in (container.values() if isinstance(container, dict) else container)
+        ]
+    return any(isinstance(inner, dict | list) for inner in level)
 
 
 def with_config(payload: dict[str, Any], *, key: Key, model_id: str) -> dict[str, Any]:
@@ -60,9 +93,10 @@ def checked_reward(result: dict[str, Any], *, name: str, secret: str) -> float |
     Raises BadResultError unless it is a finite number, and AgentError when there is none but an
     `error` that is not None; neither shows the secret.
     """
-    reward = result.get("reward")
+    # A dict of the agent's own kind may look itself up in its own way.
+    reward = dict.get(result, "reward")
     if reward is None:
-        error = result.get("error")
+        error = dict.get(result, "error")
         if error is None:
             return None
         if isinstance(error, str):
@@ -74,8 +108,8 @@ def checked_reward(result: dict[str, Any], *, name: str, secret: str) -> float |
     if isinstance(reward, numbers.Real) and not isinstance(reward, bool):
         try:
             number = float(reward)
-        except OverflowError:
-            number = math.inf
+        except Exception:  # noqa: BLE001  # an int too large, a foreign __float__
+            number = math.nan
         if math.isfinite(number):
             return number
     raise BadResultError(

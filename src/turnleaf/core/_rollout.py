@@ -1,5 +1,6 @@
 """One rollout: an agent runs on one payload, and what it had sampled comes back."""
 
+import asyncio
 import logging
 import time
 import traceback
@@ -11,8 +12,9 @@ import attrs
 
 from turnleaf.core._attendance import Attendance
 from turnleaf.core._background import Background
-from turnleaf.core._described import described, hidden, unwrapped
+from turnleaf.core._described import described, hidden, text_of, unwrapped
 from turnleaf.core._errors import (
+    BadResultError,
     Cause,
     ContractError,
     GatewayError,
@@ -25,6 +27,7 @@ from turnleaf.core._errors import (
 from turnleaf.core._exchange import checked_payload, checked_result, checked_reward, with_config
 from turnleaf.core._protocols import Gateway, Key, Purpose, RolloutSession
 from turnleaf.core._start_rate import StartRate
+from turnleaf.core._tasks import is_cancelled, is_interrupt
 from turnleaf.core._trajectory import Trajectory
 
 __all__ = ["Rollout", "RolloutTimings", "run_rollout"]
@@ -110,7 +113,8 @@ async def run_rollout(
     on at once, while `background` closes the key and leaves the session.
 
     An exception out of the session that is no error of turnleaf's is a SessionError: sessions
-    raise AgentError for what the agent did.
+    raise AgentError for what the agent did. That holds for SystemExit and its like, too; only the
+    user's own Ctrl-C passes.
 
     Raises ContractError, bare, for a mistake that would recur on every rollout.
     """
@@ -177,7 +181,7 @@ class _Run:
 
         Returns when the session is left; `ended` is set before that.
         """
-        started = anyio.current_time()
+        started, secret = anyio.current_time(), ""
         self._note(started_at=time.time())
         try:
             try:
@@ -185,20 +189,46 @@ class _Run:
             except (ContractError, GatewayError) as error:
                 self._end(error)
                 return
+            secret = key.secret
             request = with_config(self.payload, key=key, model_id=self.model_id)
-            attendance = Attendance(self.rollout.name, self.session, request, key.secret)
-            async with anyio.create_task_group() as tasks:
-                if not self._cut_off():
-                    tasks.start_soon(attendance.attend)
-                with anyio.CancelScope(deadline=started + self.max_rollout_time):
-                    await _first(attendance.settled.wait, self.abort.wait, self.unwanted.wait)
-                self._note(session=anyio.current_time() - started)
-                outcome = self._outcome(attendance, secret=key.secret)
-                # The key goes first, so that calls in flight end as aborted, not as abandoned.
+            attendance = Attendance(self.rollout.name, self.session, request, secret)
+            try:
+                outcome = await self._attended(attendance, started=started, secret=secret)
+            except BaseException as error:
+                if is_interrupt(error):
+                    raise
+                outcome = self._broken(error, secret)
+            # The key goes first, so that calls in flight end as aborted, not as abandoned.
+            try:
                 await self._close(key, outcome, aborted=not attendance.settled.is_set())
-                attendance.dismiss()
+            finally:
+                await attendance.dismiss()
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            if self.ending is None:
+                self._end(self._broken(error, secret))
         finally:
             self.ended.set()
+
+    async def _attended(
+        self, attendance: Attendance, *, started: float, secret: str
+    ) -> Rollout | ContractError:
+        if not self._cut_off():
+            attendance.start()
+        with anyio.CancelScope(deadline=started + self.max_rollout_time):
+            await _first(attendance.settled.wait, self.abort.wait, self.unwanted.wait)
+        self._note(session=anyio.current_time() - started)
+        return self._outcome(attendance, secret=secret)
+
+    def _broken(self, error: BaseException, secret: str) -> Rollout:
+        """The rollout that ended in a way that nobody foresaw, or in the end of the background."""
+        name = self.rollout.name
+        if isinstance(error, asyncio.CancelledError):
+            text = f"{name}: cut off: the background tasks ended before the rollout did"
+        else:
+            text = hidden(f"{name}: the rollout broke: {described(error)}", secret)
+        return attrs.evolve(self.rollout, status="failed", error=SessionError(text))
 
     async def _open(self, *, sampling: Mapping[str, Any], purpose: Purpose) -> Key:
         opening = self.gateway.open_key(
@@ -224,6 +254,9 @@ class _Run:
                 reward = checked_reward(result, name=name, secret=secret)
             except RolloutError as error:
                 failure = error
+            except Exception as error:  # noqa: BLE001  # out of a result of foreign types
+                said = hidden(described(error), secret)
+                failure = BadResultError(f"{name}: the agent's result cannot be read: {said}")
         if failure is None:
             return attrs.evolve(self.rollout, status="completed", reward=reward, result=result)
         blamed = _blamed(failure, name=name, secret=secret)
@@ -253,6 +286,7 @@ class _Run:
     def _end(self, ending: Rollout | ContractError | GatewayError) -> None:
         if isinstance(ending, GatewayError):
             ending = attrs.evolve(self.rollout, status="failed", error=ending)
+        self.ending = ending
         if isinstance(ending, Rollout) and ending.error is not None:
             logger.log(
                 logging.INFO if ending.status == "aborted" else logging.WARNING,
@@ -262,7 +296,6 @@ class _Run:
                 ending.cause,
                 ending.error,
             )
-        self.ending = ending
         self.ended.set()
 
     def _cut_off(self) -> bool:
@@ -296,11 +329,15 @@ async def _answer(call: Awaitable[Answer], refusal: str) -> Answer:
         if isinstance(known, ContractError | GatewayError):
             raise known from known.__cause__
         raise GatewayError(f"{refusal}: {described(known)}") from error
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        raise GatewayError(f"{refusal}: what it waited for was cancelled") from None
     raise GatewayError(f"{refusal} within {GATEWAY_LIMIT:g} s")
 
 
 def _blamed(
-    failure: Exception, *, name: str, secret: str
+    failure: BaseException, *, name: str, secret: str
 ) -> ContractError | RolloutError | GatewayError:
     """The error of ours that says what went wrong, without the key's secret."""
     error = unwrapped(failure)
@@ -313,12 +350,20 @@ def _blamed(
 
 def _silenced(error: Ours, secret: str) -> Ours:
     """`error`, or one of its kind that does not show the secret, nor has a cause that does."""
-    if secret not in "".join(traceback.format_exception(error)):
+    text = text_of(error)
+    if text is not None and secret not in _printed(error, secret):
         return error
     # An exception of a session's own may need other arguments; those of ours take a text.
     ours = next(kind for kind in type(error).__mro__ if kind.__module__ == SessionError.__module__)
-    silent: Ours = ours(hidden(str(error), secret))
+    silent: Ours = ours(hidden(described(error) if text is None else text, secret))
     return silent
+
+
+def _printed(error: BaseException, secret: str) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:  # noqa: BLE001  # groups within groups can be too deep for it
+        return secret
 
 
 def _status(error: RolloutError | GatewayError) -> Status:

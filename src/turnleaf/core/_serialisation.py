@@ -90,10 +90,17 @@ def turns_from_json(data: bytes | str) -> list[Turn]:
         raise TrajectoryError(
             f"a serialised trajectory is a JSON object, not {type(document).__name__}"
         )
-    if document.get("version") != VERSION:
+    version = document.get("version")
+    # To Python, true and 1.0 are equal to 1.
+    if type(version) is not int or version != VERSION:
         raise TrajectoryError(
-            f"a serialised trajectory of version {reprlib.repr(document.get('version'))}; "
+            f"a serialised trajectory of version {reprlib.repr(version)}; "
             f"this turnleaf reads version {VERSION}"
+        )
+    unknown = document.keys() - {"version", "turns"}
+    if unknown:
+        raise TrajectoryError(
+            f"a serialised trajectory with the unknown key {reprlib.repr(min(unknown))}"
         )
     turns = document.get("turns")
     if not isinstance(turns, list):

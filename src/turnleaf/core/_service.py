@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import concurrent.futures
+import logging
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Self, TypeVar, TypeVarTuple
@@ -12,16 +13,38 @@ import attrs
 from anyio.from_thread import BlockingPortal
 
 from turnleaf.core._background import Background
+from turnleaf.core._described import described
 
 __all__ = ["Service"]
+
+logger = logging.getLogger(__name__)
+
+END_LIMIT = 5.0
+"""Seconds that the thread may take to end, once its clean-up has."""
 
 Returned = TypeVar("Returned")
 Args = TypeVarTuple("Args")
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """Goes on after a task or a callback of foreign code has raised SystemExit and its like.
+
+    asyncio lets those end the loop, and with it every rollout. Who awaits such a task gets it all
+    the same. The user's Ctrl-C never comes here: Python raises it in the main thread.
+    """
+
+    def run_forever(self) -> None:
+        while True:
+            try:
+                return super().run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:
+                logger.warning("a task in the service raised %s", described(error))
+
+
 @attrs.frozen
 class _Started:
     thread: threading.Thread
+    served: threading.Event
     portal: BlockingPortal
     background: Background
 
@@ -30,7 +53,8 @@ class Service:
     """Runs async functions, for callers in any thread and event loop, in one thread with one loop.
 
     The thread starts with the first use. `close`, which also runs at the interpreter's exit,
-    cancels what is still running and waits for the clean-up that it left in `background`.
+    cancels what is still running and waits for the clean-up that it left in `background`. It does
+    not wait for tasks that ignore their cancellation: the thread then stays until the exit.
     """
 
     def __init__(self, *, clean_up_limit: float = 60.0) -> None:
@@ -92,7 +116,11 @@ class Service:
             if started is not None and not closed_before:
                 started.portal.call(started.portal.stop, True)
         if started is not None:
-            started.thread.join()
+            started.served.wait()
+            # The loop itself waits for all of its tasks, however long they go on.
+            started.thread.join(END_LIMIT)
+            if started.thread.is_alive():
+                logger.error("a task ignores its cancellation; the service's thread is abandoned")
             atexit.unregister(self.close)
 
     def _submit(
@@ -117,25 +145,30 @@ class Service:
     def _start(self) -> _Started:
         ready: concurrent.futures.Future[tuple[BlockingPortal, Background]]
         ready = concurrent.futures.Future()
+        served = threading.Event()
 
         def serve() -> None:
             try:
-                anyio.run(self._serve, ready)
+                anyio.run(self._serve, ready, served, backend_options={"loop_factory": _Loop})
             except BaseException as error:
                 if ready.done():
                     raise
                 # Without a loop nothing else would tell the caller, who waits with the lock held.
                 ready.set_exception(error)
+            finally:
+                served.set()
 
         # A daemon: for any other thread the interpreter would wait before it runs `close`.
         thread = threading.Thread(target=serve, name="turnleaf", daemon=True)
         thread.start()
         portal, background = ready.result()
         atexit.register(self.close)
-        return _Started(thread, portal, background)
+        return _Started(thread, served, portal, background)
 
     async def _serve(
-        self, ready: concurrent.futures.Future[tuple[BlockingPortal, Background]]
+        self,
+        ready: concurrent.futures.Future[tuple[BlockingPortal, Background]],
+        served: threading.Event,
     ) -> None:
         # The portal ends first: what it cancels may leave clean-up to the background.
         async with (
@@ -144,6 +177,7 @@ class Service:
         ):
             ready.set_result((portal, background))
             await portal.sleep_until_stopped()
+        served.set()
 
 
 def _closed() -> RuntimeError:

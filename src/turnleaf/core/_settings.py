@@ -1,16 +1,24 @@
 """The configuration, as the trainer's YAML file gives it."""
 
 import difflib
-import math
+import ipaddress
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 import attrs
 
+from turnleaf.core._described import excerpt
 from turnleaf.core._errors import SettingsError
 
 __all__ = ["Settings"]
+
+_EXCERPT = 200
+_YEAR = 31_536_000
+_MAX_TOKENS = 2**31 - 1
+_HOST_NAME = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?")
 
 
 @attrs.frozen
@@ -25,7 +33,8 @@ class _Expect:
         if self.accepts(value):
             return
         raise SettingsError(
-            f"{_path(field)} is {value!r:.200}, but must be {self.expects}{self.hint(value)}"
+            f"{_path(field)} is {excerpt(value, length=_EXCERPT)}, but must be "
+            f"{self.expects}{self.hint(value)}"
         )
 
 
@@ -43,7 +52,7 @@ def _session_without_module(value: Any) -> str:
     return f"; did you mean turnleaf.sessions.{near[0]}?" if near else ""
 
 
-def _whole(low: int, high: float = math.inf) -> Callable[[Any], bool]:
+def _whole(low: int, high: int) -> Callable[[Any], bool]:
     # type() and not isinstance: YAML's `yes` is a bool, which is an int.
     return lambda value: type(value) is int and low <= value <= high
 
@@ -52,12 +61,23 @@ def _or_null(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or accepts(value)
 
 
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
+def _positive(high: float = sys.float_info.max) -> Callable[[Any], bool]:
+    # By default what a float can hold, which YAML's whole numbers may exceed.
+    return lambda value: type(value) in (int, float) and 0 < value <= high
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value.strip() == value != ""
+    return isinstance(value, str) and value.strip() == value != "" and value.isprintable()
+
+
+def _is_host(value: Any) -> bool:
+    if not _is_text(value):
+        return False
+    try:
+        ipaddress.ip_address(value)
+    except ValueError:
+        return len(value) <= 253 and _HOST_NAME.fullmatch(value) is not None
+    return True
 
 
 def _is_backend(value: Any) -> bool:
@@ -80,10 +100,10 @@ def _is_address(value: Any) -> bool:
     except ValueError:
         return False
     plain = not (address.query or address.fragment or address.username or set(filled) & set("{}"))
-    return plain and port_fits and address.scheme in ("http", "https") and bool(address.hostname)
+    reachable = address.scheme in ("http", "https") and _is_host(address.hostname)
+    return plain and port_fits and reachable
 
 
-_POSITIVE = _Expect("a number above 0", _is_positive, _number_as_text)
 _TEXT = _Expect("text", _is_text)
 _TEXT_OR_NULL = _Expect("text or null", _or_null(_is_text))
 _UNDER_TURNLEAF = {"section": "turnleaf."}
@@ -107,9 +127,16 @@ class Settings:
         default=9090,
         validator=_Expect("a whole number from 0 to 65535", _whole(0, 65535), _number_as_text),
     )
-    gateway_host: str | None = attrs.field(default=None, validator=_TEXT_OR_NULL)
-    max_rollout_time: float = attrs.field(default=900, validator=_POSITIVE)
-    tps_limit: float = attrs.field(default=5, validator=_POSITIVE)
+    gateway_host: str | None = attrs.field(
+        default=None, validator=_Expect("a host name, an IP address or null", _or_null(_is_host))
+    )
+    max_rollout_time: float = attrs.field(
+        default=900,
+        validator=_Expect(f"a number above 0, at most {_YEAR}", _positive(_YEAR), _number_as_text),
+    )
+    tps_limit: float = attrs.field(
+        default=5, validator=_Expect("a number above 0", _positive(), _number_as_text)
+    )
     model_id: str | None = attrs.field(default=None, validator=_TEXT_OR_NULL)
     public_url: str | None = attrs.field(
         default=None,
@@ -126,7 +153,11 @@ class Settings:
     )
     max_context_tokens: int | None = attrs.field(
         default=None,
-        validator=_Expect("a whole number above 0, or null", _or_null(_whole(1)), _number_as_text),
+        validator=_Expect(
+            f"a whole number from 1 to {_MAX_TOKENS}, or null",
+            _or_null(_whole(1, _MAX_TOKENS)),
+            _number_as_text,
+        ),
         metadata=_UNDER_TURNLEAF,
     )
     tool_call_parser: str = attrs.field(default="auto", validator=_TEXT, metadata=_UNDER_TURNLEAF)
@@ -143,6 +174,11 @@ class Settings:
 
         Raises SettingsError for an unknown, missing or wrong setting.
         """
+        if not isinstance(mapping, Mapping):
+            raise SettingsError(
+                f"the settings are {excerpt(mapping, length=_EXCERPT)}, but must be a mapping of "
+                "names to values"
+            )
         fields = {_path(field): field.name for field in attrs.fields(cls)}
         sections = {
             path[:at] for path in fields for at, character in enumerate(path) if character == "."
@@ -187,10 +223,12 @@ def _flatten(
 ) -> Iterator[tuple[str, Any]]:
     for key, value in mapping.items():
         # A key that is no plain name must not pass for a path of names.
-        path = prefix + (key if isinstance(key, str) and "." not in key else repr(key))
+        is_plain = isinstance(key, str) and "." not in key
+        path = prefix + (key if is_plain else excerpt(key, length=_EXCERPT))
         if path not in sections:
             yield path, value
         elif isinstance(value, Mapping):
             yield from _flatten(value, f"{path}.", sections)
         elif value is not None:
-            raise SettingsError(f"{path} is {value!r:.200}, but must be a mapping")
+            said = excerpt(value, length=_EXCERPT)
+            raise SettingsError(f"{path} is {said}, but must be a mapping")

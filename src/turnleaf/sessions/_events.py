@@ -1,5 +1,7 @@
 """The last event of a text/event-stream, in memory of one event."""
 
+import codecs
+
 __all__ = ["EventTooLarge", "LastEvent"]
 
 
@@ -21,6 +23,7 @@ class LastEvent:
         self._data: list[bytes] = []
         self._size = 0
         self._last: bytes | None = None
+        self._is_first_line = True
 
     def feed(self, piece: bytes) -> None:
         half_ended = self._line.endswith(b"\r")
@@ -41,6 +44,9 @@ class LastEvent:
         return self._last
 
     def _take(self, line: bytes) -> None:
+        if self._is_first_line:
+            self._is_first_line = False
+            line = line.removeprefix(codecs.BOM_UTF8)
         if line:
             field, _, value = line.partition(b":")
             if field == b"data":

@@ -1,19 +1,24 @@
 """An agent that runs in this process."""
 
+import asyncio
 import copy
 import inspect
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Self
 
-import anyio
-
-from turnleaf.core import AgentError, ContractError
+from turnleaf.core import AgentError, ContractError, cancel_and_wait, is_interrupt, start_task
 from turnleaf.sessions._importing import attribute, import_module, load_file
 from turnleaf.sessions._reporting import Redaction, describe, kind_of
 from turnleaf.sessions._threads import call_in_daemon_thread
 
 __all__ = ["AgentFunction", "LocalSession"]
+
+logger = logging.getLogger(__name__)
+
+STOP_LIMIT = 5.0
+"""Seconds that an async agent may take to end, once it is cancelled."""
 
 AgentFunction = Callable[[dict[str, Any]], Any | Awaitable[Any]]
 """`async def run(payload) -> dict`, or a plain function that may block."""
@@ -27,7 +32,9 @@ class LocalSession:
         and last from then on: import neighbours that are named like an installed package at the
         top of the file, not within its functions.
 
-    An async function runs in the caller's event loop, which it must not block. A plain function
+    An async function runs in the caller's event loop, which it must not block, in a task of its
+    own. Cancelling `run` cancels it, a few times at most; one that goes on for STOP_LIMIT seconds
+    is logged and abandoned. A plain function
     gets a thread of its own; since threads cannot be cancelled, cancelling `run` abandons it: it
     runs on, unheard, until it returns or the process ends, which does not wait for it.
 
@@ -37,6 +44,7 @@ class LocalSession:
     def __init__(self, target: str | AgentFunction) -> None:
         function = _found(target) if isinstance(target, str) else target
         _check_callable(function, target)
+        self._target = target
         self._function: AgentFunction = function
         self._file = _file_of(function)
 
@@ -60,12 +68,24 @@ class LocalSession:
         async def call() -> None:
             try:
                 results.append(await self._call(own))
-            except (Exception, SystemExit) as error:  # noqa: BLE001  # all of it is the agent's
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                if is_interrupt(error):
+                    raise
                 failures.append(error)
 
-        # A task of its own, so that its CancelledError is told from the caller's cancellation.
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(call)
+        # A task of its own, so that its CancelledError is told from the caller's cancellation. No
+        # task group: its scope would cancel an agent that goes on at every turn of the loop.
+        task = start_task(call(), name="turnleaf-agent")
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            if not await cancel_and_wait([task], limit=STOP_LIMIT):
+                logger.error(
+                    "the agent %r ignores its cancellation; abandoned, it runs on", self._target
+                )
+            raise
         if failures:
             redaction = Redaction.of(payload)
             text = redaction.text(describe(failures[0], self._file))

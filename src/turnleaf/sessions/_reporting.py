@@ -6,6 +6,8 @@ from typing import Any, Self
 
 import attrs
 
+from turnleaf.core import described
+
 __all__ = ["BODY_BYTES", "Redaction", "describe", "kind_of"]
 
 EXCERPT = 500
@@ -47,7 +49,10 @@ class Redaction:
         """The exception to chain: `error`, or None when its printed form holds the secret."""
         if self.secret is None:
             return error
-        printed = "".join(traceback.format_exception(error))
+        try:
+            printed = "".join(traceback.format_exception(error))
+        except Exception:  # noqa: BLE001  # groups within groups can be too deep for it
+            return None
         return None if self.secret in printed else error
 
 
@@ -65,7 +70,7 @@ def describe(error: BaseException, file: str | None) -> str:
     # A syntax error names its place itself, and never ran there.
     if own and not isinstance(error, SyntaxError):
         text += f" at {own[-1].filename}:{own[-1].lineno}"
-    return f"{text}: {error}" if str(error) else text
+    return text + described(error).removeprefix(type(error).__name__)
 
 
 def kind_of(value: object) -> str:
