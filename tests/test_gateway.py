@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -513,30 +514,79 @@ async def test_a_body_is_limited_by_what_the_context_can_hold() -> None:
         assert large.status_code == 413
 
 
-async def test_a_long_text_is_rendered_apart_from_the_event_loop(
+async def test_a_long_text_does_not_hold_up_the_event_loop() -> None:
+    async with running_gateway([{"text": "x"}], max_context_tokens=40_000) as stack:
+        key = await stack.open()
+        longest, over = 0.0, asyncio.Event()
+
+        async def beat() -> None:
+            nonlocal longest
+            while not over.is_set():
+                began = time.monotonic()
+                await asyncio.sleep(0.001)
+                longest = max(longest, time.monotonic() - began)
+
+        long = [{"role": "user", "content": "lorem ipsum " * 200_000}]
+        began = time.monotonic()
+        renderer("qwen3").render(long)
+        alone = time.monotonic() - began
+        beating = asyncio.ensure_future(beat())
+        async with openai_client(key) as client:
+            with pytest.raises(openai.BadRequestError, match="maximum context length"):
+                await ask(client, long)
+        over.set()
+        await beating
+        assert longest < alone / 2
+        await stack.close(key)
+
+
+async def test_nothing_is_rendered_for_clients_that_have_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rendering, go_on = threading.Event(), threading.Event()
+    rendering, go_on, rendered = threading.Event(), threading.Event(), []
     render = Renderer.render
 
     def slow(self: Renderer, messages: Any, *rest: Any, **more: Any) -> Any:
-        if len(messages[0]["content"]) > 1000:
-            rendering.set()
-            assert go_on.wait(30)
+        rendering.set()
+        assert go_on.wait(30)
+        rendered.append(messages[0]["content"][0])
         return render(self, messages, *rest, **more)
 
     monkeypatch.setattr(Renderer, "render", slow)
-    async with running_gateway({"long": [{"text": "L"}], "short": [{"text": "S"}]}) as stack:
-        long, short = await stack.open("long"), await stack.open("short")
-        async with openai_client(long) as one, openai_client(short) as other:
-            asking = asyncio.ensure_future(ask(one, [{"role": "user", "content": "x " * 20_000}]))
+    async with running_gateway([{"text": "fine"}] * 2) as stack:
+        key = await stack.open()
+        async with openai_client(key) as client:
+
+            def asking(letter: str) -> asyncio.Future[Any]:
+                return asyncio.ensure_future(ask(client, [{**USER, "content": letter * 30_000}]))
+
+            first, second = asking("a"), asking("b")
             await until(rendering.is_set)
-            assert (await ask(other, [USER])).choices[0].message.content == "S"
-            assert not asking.done()
+            (record,) = stack.keys._records.values()
+            await until(lambda: len(record.calls) == 2)
+            second.cancel()
+            await until(lambda: any(call.stop.is_set() for call in record.calls))
             go_on.set()
-            assert (await asking).choices[0].message.content == "L"
-        for key in (long, short):
-            await stack.close(key)
+            assert (await first).choices[0].message.content == "fine"
+        await stack.close(key)
+    assert rendered == ["a"]
+
+
+async def test_a_retry_of_a_lost_reply_leaves_one_leaf() -> None:
+    script = [{"text": "one"}, {"text": "lost", "hang": True}, {"text": "two"}, {"text": "three"}]
+    async with running_gateway(script, template="qwen2_5") as stack:
+        key = await stack.open()
+        messages = [USER, {"role": "assistant", "content": "one"}, USER]
+        async with openai_client(key) as client:
+            await ask(client, [USER])
+            asking = asyncio.ensure_future(ask(client, messages))
+            await until(lambda: len(stack.engine.calls) == 2)
+            asking.cancel()
+            await until(lambda: len(stack.engine.ledger) == 2)
+            await ask(client, messages)
+            await ask(client, [*messages, {"role": "assistant", "content": "two"}, USER])
+        (leaf,) = (await stack.close(key)).leaves()
+    assert text_of(leaf) == "one<|im_end|>|two<|im_end|>|three<|im_end|>"
 
 
 async def test_tools_that_nothing_can_parse_are_refused() -> None:

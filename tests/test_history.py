@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests import strategies
 from turnleaf.gateway._history import History, Match
-from turnleaf.gateway.protocols import RequestError
+from turnleaf.gateway.protocols import RequestError, normalise
 
 USER = {"role": "user", "content": "What is 2+2 and 3*3?"}
 REPLY = {
@@ -304,6 +304,26 @@ def test_arguments_that_are_no_json_object_stay_text(arguments: str) -> None:
     call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
     conversation = History().read([{"role": "assistant", "tool_calls": [call]}], None)
     assert conversation.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_a_message_is_normalised_once_however_a_client_spells_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+
+    def counted(raw: Any, where: str) -> Any:
+        seen.append(where)
+        return normalise(raw, where)
+
+    monkeypatch.setattr("turnleaf.gateway._history.normalise", counted)
+    history = History()
+    messages: list[dict[str, Any]] = [USER]
+    for turn in range(10):
+        reply = {"role": "assistant", "content": f"reply {turn}"}
+        recorded(history, messages, reply, f"turn-{turn}")
+        messages += [{**reply, "refusal": None}, {"role": "user", "content": f"next {turn}"}]
+    # The first message, and of each turn the reply, the client's spelling of it, and what is new.
+    assert len(seen) == 1 + 10 + 2 * 9
 
 
 def test_nothing_is_kept_of_a_request_that_led_to_no_turn() -> None:

@@ -23,6 +23,8 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         body, more = body + message["body"], message.get("more_body", False)
         if body == b"nope":
             break
+    if body == b"slow":
+        await anyio.sleep(0.2)  # longer than the limit on what is not a reply
     if body == b"wait":
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -139,3 +141,37 @@ async def test_the_head_behind_a_refused_body_is_limited_too(port: int) -> None:
                 await stream.send(b"z: " + b"z" * 65_000)
                 sent += 65_000
         assert sent < 100 * _bounded_http.HEAD_LIMIT
+
+
+async def test_trailers_are_limited(port: int) -> None:
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n"
+    async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+        await stream.send(head)
+        sent = 0
+        with contextlib.suppress(anyio.BrokenResourceError):
+            while sent < 100 * _bounded_http.HEAD_LIMIT:
+                await stream.send(b"z: " + b"z" * 1000 + b"\r\n")
+                sent += 1005
+        assert sent < 100 * _bounded_http.HEAD_LIMIT
+
+
+async def test_the_rest_of_a_refused_body_is_not_waited_for_long(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 8\r\n\r\nnope"
+    monkeypatch.setattr(_bounded_http, "HEAD_TIMEOUT", 0.1)
+    async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+        await stream.send(refused)
+        assert (await stream.receive()).endswith(b"nope")
+        await stream.send(b"n")
+        assert await closes(stream)
+
+
+async def test_a_stray_line_feed_does_not_end_a_reply_that_takes_its_time(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_bounded_http, "HEAD_TIMEOUT", 0.05)
+    async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+        await stream.send(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nslow\r\n")
+        with anyio.fail_after(10):
+            assert (await stream.receive()).endswith(b"slow")

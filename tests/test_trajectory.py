@@ -478,3 +478,22 @@ def test_turns_come_in_the_order_of_their_indices_and_compare_so() -> None:
     assert repr(Trajectory([one])) == "<Trajectory of 1 turns>"
     with pytest.raises(TypeError, match="unhashable"):
         hash(Trajectory())
+
+
+def test_a_turn_is_extended_through_a_path_that_turns_off_at_an_excluded_one() -> None:
+    """A reply that was lost, and its retry, below the same turn: one leaf goes on."""
+
+    def turn(name: str, index: int, parent: str | None, keep: int, **fields: Any) -> Turn:
+        values = {"prompt": [], "output": [index], "logprobs": [-1.0], "finish_reason": "stop"}
+        return Turn(id=name, index=index, parent=parent, keep=keep, **(values | fields))
+
+    trajectory = Trajectory(
+        [
+            turn("first", 0, None, 0, prompt=[7]),
+            turn("lost", 1, "first", 2, prompt=[8], excluded="undelivered"),
+            turn("retry", 2, "lost", 3),
+        ]
+    )
+    (leaf,) = trajectory.leaves()
+    assert leaf.tokens.tolist() == [7, 0, 8, 2]
+    assert leaf.loss_mask.tolist() == [False, True, False, True]

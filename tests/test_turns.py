@@ -92,7 +92,7 @@ class Agent:
             for message in messages
         ]
         request = parse_chat_request({"messages": sent, "tools": TOOLS, "max_tokens": 4000})
-        prepared = await self.turns.prepare(self.record, request, trained=True)
+        prepared = await self.turns.prepare(self.record, request, Call(), trained=True)
         self.check_thoughts(prepared)
         reply = await self.turns.sample(self.record, prepared, Call())
         if linear or self.data.draw(st.integers(0, 3)):

@@ -200,14 +200,14 @@ class Trajectory:
             turn, upto = self._turns[turn.parent], min(upto, turn.keep)
 
     def _last_turns(self) -> list[Turn]:
-        """Turns to train with nothing to train below them through extending turns."""
-        live: set[str] = set()
+        """Turns to train that no other one's path holds whole."""
+        # How many tokens of a turn's path the turns to train below it keep, at most.
+        kept: dict[str, int] = {}
         for turn in reversed(self._turns.values()):
-            below = turn.excluded is None or turn.id in live
-            parent = None if turn.parent is None else self._turns[turn.parent]
-            if below and parent is not None and turn.keep == parent.end:
-                live.add(parent.id)
-        last = [t for t in self._turns.values() if t.excluded is None and t.id not in live]
+            if turn.parent is not None:
+                below = turn.keep if turn.excluded is None else min(turn.keep, kept.get(turn.id, 0))
+                kept[turn.parent] = max(kept.get(turn.parent, 0), below)
+        last = [t for t in self._turns.values() if t.excluded is None and kept.get(t.id, 0) < t.end]
         return sorted(last, key=lambda turn: turn.index)
 
     def _leaf(self, last: Turn, trained: set[str]) -> Leaf | None:

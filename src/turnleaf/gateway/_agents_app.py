@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from turnleaf.gateway._http import bearer, guarded, json_response, read_json
 from turnleaf.gateway._keys import Call, Keys, Record
-from turnleaf.gateway._turns import Turns
+from turnleaf.gateway._turns import Turns, ended
 from turnleaf.gateway.protocols import (
     ChatRequest,
     Completion,
@@ -58,7 +58,7 @@ def agents_app(
         )
         return json_response(error.body(), error.status)
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/healthz", health),
             Route("/v1/models", guarded(models)),
@@ -71,6 +71,8 @@ def agents_app(
         ],
         exception_handlers={404: not_here, 405: not_here},
     )
+    app.router.redirect_slashes = False  # a redirect would name the host that the client claims
+    return app
 
 
 class ChatCompletions:
@@ -84,7 +86,7 @@ class ChatCompletions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         try:
-            self._keys.authenticate(bearer(request))
+            self._keys.authenticate(bearer(request))  # before anything is read
             chat = parse_chat_request(await read_json(request, limit=self._turns.body_limit))
             trained = _is_trained(request)
             # Again: the key may have been closed while the body arrived.
@@ -94,11 +96,13 @@ class ChatCompletions:
             return
         except ClientDisconnect:
             return
-        call = Call()
+        call, reply = Call(), _Sending(send, chat)
         record.calls.add(call)
         try:
             with call.scope:
-                await self._serve(record, chat, trained, call, receive, _Reply(send, chat))
+                await self._serve(record, chat, trained, call, receive, reply)
+            if call.scope.cancelled_caught:
+                await reply.fail(ended())
         finally:
             record.calls.discard(call)
             call.finished.set()
@@ -110,7 +114,7 @@ class ChatCompletions:
         trained: bool,
         call: Call,
         receive: Receive,
-        reply: "_Reply",
+        reply: "_Sending",
     ) -> None:
         client = _Client(receive, call)
         outcome: Completion | RequestError | None = None
@@ -148,7 +152,7 @@ class ChatCompletions:
         self, record: Record, chat: ChatRequest, trained: bool, call: Call
     ) -> Completion | RequestError:
         try:
-            prepared = await self._turns.prepare(record, chat, trained=trained)
+            prepared = await self._turns.prepare(record, chat, call, trained=trained)
             return await self._turns.sample(record, prepared, call)
         except RequestError as error:
             return error
@@ -174,7 +178,7 @@ class _Client:
                 return
 
 
-class _Reply:
+class _Sending:
     """Sends one reply, plain or as an event stream.
 
     The status is held back until there is a reply or the client must be kept waiting, so that

@@ -17,9 +17,12 @@ __all__ = ["HEAD_LIMIT", "HEAD_TIMEOUT", "BoundedHttpProtocol"]
 HEAD_LIMIT = 64 * 1024
 """Bytes of a request line with its headers."""
 HEAD_TIMEOUT = 30.0
-"""Seconds from a connection's start, or a head's first byte, until the head is complete."""
+"""Seconds from a connection's start, or a head's first byte, until the head is complete; and from
+the refusal of a request until the rest of its body has arrived."""
 
+_TOO_LARGE = "its request's head is too large"
 _TOO_EARLY = "it sent a request before the one before was answered"
+_ONE_READ = 2**18  # bytes that arrive at once, at most
 _END = b"\r\n\r\n"
 _UPGRADE = re.compile(rb"(?<=\r\n)(?:upgrade|http2-settings)[ \t]*:.*?\r\n", re.IGNORECASE)
 
@@ -32,9 +35,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """
 
     _head: bytearray | None
-    _head_timer: TimerHandle | None = None
+    """What has arrived of a head; None while a request is being parsed."""
     _handed_over = False
-    _loose_bytes: int | None = None
+    """The parser is to begin with the head that it was given."""
+    _stray_bytes: int | None = None
+    """Of a head that began behind the rest of a refused body; None when there is none."""
+    _in_head = False
+    """The parser has begun with a head and not come to its end."""
+    _trailer_bytes = 0
+    _timer: TimerHandle | None = None
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -47,12 +56,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._head is not None:
+            self._head = (self._head + data).lstrip(b"\r\n")
+            if not self._head:
+                return
+            self._unset_keepalive_if_required()
             self._start_timer()
-            self._head += data
-            self._head = self._head.lstrip(b"\r\n")
             end = self._head.find(_END)
-            if end > HEAD_LIMIT or (end < 0 and len(self._head) > HEAD_LIMIT):
-                self._give_up("its request's head is too large")
+            if max(end, len(self._head) if end < 0 else 0) > HEAD_LIMIT:
+                self._give_up(_TOO_LARGE)
             if end < 0 or self.transport.is_closing():
                 return
             if self._is_answering():
@@ -62,45 +73,60 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             data = _UPGRADE.sub(b"", bytes(head)) + bytes(body)
             self._head, self._handed_over = None, True
         super().data_received(data)
-        if self._loose_bytes is not None:
-            self._loose_bytes += len(data)
-            if self._loose_bytes > HEAD_LIMIT:
-                self._give_up("its request's head is too large")
+        if self._stray_bytes is not None:
+            self._stray_bytes += len(data)
+            if self._stray_bytes > HEAD_LIMIT + _ONE_READ:
+                self._give_up(_TOO_LARGE)
 
     def on_message_begin(self) -> None:
         if not self._handed_over:
-            # Right behind the body of a request that was answered before it had arrived.
             if self._is_answering():
                 self._give_up(_TOO_EARLY)
                 raise ValueError(_TOO_EARLY)  # ends the parsing
-            self._head, self._loose_bytes = None, 0
+            # It came in one read with the end of a body that had been refused.
+            self._head, self._stray_bytes = None, 0
             self._start_timer()
-        self._handed_over = False
+        self._handed_over, self._in_head, self._trailer_bytes = False, True, 0
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            self._trailer_bytes += len(name) + len(value)
+            if self._trailer_bytes > HEAD_LIMIT:
+                self._give_up(_TOO_LARGE)
+                raise ValueError(_TOO_LARGE)  # ends the parsing
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._loose_bytes = None
+        self._in_head, self._stray_bytes = False, None
         self._stop_timer()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self._stop_timer()
         self._head = bytearray()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._head is None:
+            # Refused before its body had arrived; the rest is nothing to wait for long.
+            self._start_timer()
 
     def _is_answering(self) -> bool:
         latest = cast("RequestResponseCycle | None", self.cycle)  # there is none at first
         return latest is not None and not latest.response_complete
 
     def _start_timer(self) -> None:
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(
-                HEAD_TIMEOUT, self._give_up, "its request's head took too long"
+        if self._timer is None:
+            self._timer = self.loop.call_later(
+                HEAD_TIMEOUT, self._give_up, "its request took too long to arrive"
             )
 
     def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _give_up(self, why: str) -> None:
         self.logger.warning("a connection was closed: %s", why)

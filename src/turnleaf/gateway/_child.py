@@ -135,7 +135,8 @@ async def _ready_line(stdout: BufferedByteReceiveStream, module: str) -> dict[st
 async def _end(process: anyio.abc.Process, module: str) -> None:
     assert process.stdin is not None  # noqa: S101
     try:
-        await process.stdin.send(b"\n")
+        with anyio.move_on_after(_TERMINATION_GRACE):
+            await process.stdin.send(b"\n")
         await process.stdin.aclose()
     except (OSError, anyio.BrokenResourceError):
         logger.debug("%s had closed its stdin", module)

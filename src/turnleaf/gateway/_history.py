@@ -19,7 +19,7 @@ ClientReasoning = Literal["restore", "as_sent"]
 class _Known:
     """A message: digest and number of its raw bytes, normal form, and what it is compared by."""
 
-    raw: bytes
+    raw_digest: bytes
     size: int
     message: Message
     digest: bytes
@@ -210,10 +210,10 @@ class History:
         else:
             node, start = match._node, len(match._matched)
         for known, key in list(_keyed(conversation._known))[start:]:
-            self._known[known.raw] = known
             node = _child(node, known, key)
         known = self._know(reply, "reply")
-        self._known[known.raw] = known
+        # The messages before `start` too: a client has a spelling of its own for what it was sent.
+        self._known.update((one.raw_digest, one) for one in (*conversation._known, known))
         node = _child(node, known, (known.digest, None))
         node.replies.append(
             _Reply(
@@ -234,7 +234,7 @@ class History:
         if known is None:
             message = normalise(raw, where)
             known = _Known(
-                raw=key,
+                raw_digest=key,
                 size=len(raw_bytes),
                 message=message,
                 digest=_digest(canonical_text(message).encode()),

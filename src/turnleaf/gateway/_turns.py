@@ -27,7 +27,7 @@ from turnleaf.gateway.engines import (
 from turnleaf.gateway.protocols import ChatRequest, Completion, RequestError
 from turnleaf.gateway.rendering import Parsed, Rendered, Renderer, RenderError
 
-__all__ = ["Prepared", "Turns"]
+__all__ = ["Prepared", "Turns", "ended"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,19 +73,20 @@ class Turns:
         self._renderer = renderer
         self._engine = engine
         self._max_context_tokens = max_context_tokens
-        # The tokenizer uses every core by itself.
-        self._threads = anyio.CapacityLimiter(1)
+        self._one_at_a_time = anyio.Lock()
 
     @property
     def body_limit(self) -> int:
         """The most bytes that a request's body may have: far more than the context can hold."""
         return min(max(BYTES_PER_TOKEN * self._max_context_tokens, 2**20), BODY_LIMIT)
 
-    async def prepare(self, record: Record, request: ChatRequest, *, trained: bool) -> Prepared:
+    async def prepare(
+        self, record: Record, request: ChatRequest, call: Call, *, trained: bool
+    ) -> Prepared:
         """Build the prompt of a request.
 
         Raises RequestError: 400 for messages that cannot be rendered and for a prompt that leaves
-        no room in the context.
+        no room in the context, 401 when the call is ended meanwhile.
         """
         index = record.take_index()
         if request.parse_calls and not self._renderer.can_parse_calls:
@@ -105,7 +106,7 @@ class Turns:
         if match is not None:
             self.deliver(record, match.turn_id)  # what the agent sends back, it has received
         try:
-            prompt = await self._prompt(record, request, conversation, match)
+            prompt = await self._prompt(record, request, call, conversation, match)
         except RenderError as error:
             raise RequestError(
                 400, f"messages: {error}", code="invalid_value", param="messages"
@@ -137,7 +138,7 @@ class Turns:
         turn = self._turn(record, prepared, reply, call, engine_seconds)
         record.trajectory.add(turn)
         if call.stop.is_set():
-            raise _ended()
+            raise ended()
         if reply.finish_reason == "abort":
             raise RequestError(
                 503, "the engine interrupted this reply", code="engine_abort", retry_after=1
@@ -158,19 +159,26 @@ class Turns:
             record.trajectory.exclude(turn_id, None)
 
     async def _prompt(
-        self, record: Record, request: ChatRequest, conversation: Conversation, match: Match | None
+        self,
+        record: Record,
+        request: ChatRequest,
+        call: Call,
+        conversation: Conversation,
+        match: Match | None,
     ) -> Rendered:
         if match is not None:
-            added = await self._added(record, request, match)
+            added = await self._added(record, request, call, match)
             if added is not None:
                 path = record.trajectory.tokens_through(match.turn_id)
                 shows_reasoning = match.carries_reasoning or added.shows_reasoning
                 return Rendered(np.concatenate([path, added.ids]), shows_reasoning)
         messages = conversation.messages if match is None else [*match.past(), *match.new]
         render = partial(self._renderer.render, messages, request.tools, clock=record.clock)
-        return await self._apart(conversation.size, render)
+        return await self._off_loop(call, conversation.size, render)
 
-    async def _added(self, record: Record, request: ChatRequest, match: Match) -> Rendered | None:
+    async def _added(
+        self, record: Record, request: ChatRequest, call: Call, match: Match
+    ) -> Rendered | None:
         """What follows the matched turn's tokens; None when its path must be rendered anew."""
         # The renderer can tell what becomes of reasoning only where a user has spoken.
         if match.carries_reasoning and not match.asked:
@@ -184,13 +192,16 @@ class Turns:
             reasoning=match.carries_reasoning,
             clock=record.clock,
         )
-        return await self._apart(match.new_size, extend)
+        return await self._off_loop(call, match.new_size, extend)
 
-    async def _apart(self, size: int, render: Callable[[], Result]) -> Result:
+    async def _off_loop(self, call: Call, size: int, render: Callable[[], Result]) -> Result:
         """Render a text of about `size` bytes, apart from the event loop if it is long."""
         if size < LONG_TEXT:
             return render()
-        return await anyio.to_thread.run_sync(render, limiter=self._threads)
+        async with self._one_at_a_time:
+            if call.stop.is_set():  # nobody waits for it any more
+                raise ended()
+            return await anyio.to_thread.run_sync(render)
 
     def _max_new_tokens(self, record: Record, request: ChatRequest, prompt_tokens: int) -> int:
         room = self._max_context_tokens - prompt_tokens
@@ -223,7 +234,7 @@ class Turns:
         try:
             return await self._engine.generate(request, stop=call.stop)
         except EngineLost:
-            raise _ended() from None
+            raise ended() from None
         except UntrustedReply as error:
             logger.error("key %s: %s", record.id, error)
             raise RequestError(502, str(error), code="engine_reply") from None
@@ -329,5 +340,6 @@ def _message(parsed: Parsed) -> dict[str, Any]:
     return message
 
 
-def _ended() -> RequestError:
+def ended() -> RequestError:
+    """What a call is answered whose key was closed meanwhile."""
     return RequestError(401, "the rollout of this API key has ended", code="invalid_api_key")

@@ -21,6 +21,11 @@ from turnleaf.gateway.rendering._errors import RenderError
 __all__ = ["ControlledTokenizer", "Shield"]
 
 
+_LONG = 10_000
+"""Characters from which on a text is encoded as a batch of one: `encode` holds Python's global lock
+until it is done, `encode_batch_fast` does not."""
+
+
 class ControlledTokenizer:
     """Encodes rendered text as the tokenizer itself does, but for stand-ins.
 
@@ -71,7 +76,10 @@ class ControlledTokenizer:
             return []
         if shield is not None:
             text = shield.restore(text)
-        return self._plain.encode(_encodable(text), add_special_tokens=False).ids
+        text = _encodable(text)
+        if len(text) < _LONG:
+            return self._plain.encode(text, add_special_tokens=False).ids
+        return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _prove(self) -> None:
         sample = "".join(
