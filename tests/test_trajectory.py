@@ -1,5 +1,6 @@
 from collections import Counter
 from itertools import takewhile
+from typing import Any
 
 import attrs
 import numpy as np
