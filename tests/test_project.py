@@ -38,6 +38,8 @@ def test_importing_turnleaf_loads_only_its_base_dependencies() -> None:
     )
     loaded = set(json.loads(run.stdout))
     assert "turnleaf" in loaded
+    # Some builds of numpy register what Cython compiled them with as modules.
+    loaded = {name for name in loaded if "cython" not in name}
     assert loaded - sys.stdlib_module_names - {"turnleaf"} <= BASE | NEEDED_BY_BASE
 
 
