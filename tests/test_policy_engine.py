@@ -276,38 +276,35 @@ async def test_seeds_and_stop_tokens() -> None:
         assert (len(filled.output), filled.finish_reason) == (8, "length")
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"top_p": 0.9}, "top_p"),
-        ({"top_k": 5}, "top_k"),
-        ({"stop": ["x"]}, "stop"),
-        ({"json_schema": "{}"}, "json_schema"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"temperature": -1}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"sampling_seed": 1.5}, "sampling_seed"),
-        ({"sampling_seed": -1}, "sampling_seed"),
-        ({"input_ids": [100] * 2048}, "leave no room"),
-        ({"logprob_start_len": 3}, "logprob_start_len"),
-    ],
-)
-async def test_what_it_cannot_do_is_refused_by_name(change: dict[str, Any], complaint: str) -> None:
+async def test_what_it_cannot_do_is_refused_by_name() -> None:
     neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop": [], "regex": None}
-    body: dict[str, Any] = {"rid": "a", "input_ids": [100], "return_logprob": True}
+    body = {"rid": "a", "input_ids": [100], "return_logprob": True, "sampling_params": neutral}
     async with serving() as served:
-        accepted = await served.post("generate", **body, sampling_params=neutral)
-        assert accepted.status_code == 200
-        for name, value in change.items():
-            if name in ("input_ids", "logprob_start_len"):
-                body[name] = value
-            else:
-                neutral[name] = value
-        response = await served.post("generate", **body, sampling_params=neutral)
-        assert response.status_code == 400
-        assert complaint in response.json()["error"]["message"]
-        mode = await served.post("pause_generation", mode="in_place")
-        assert mode.status_code == 400
+        assert (await served.post("generate", **body)).status_code == 200
+        sampling: tuple[tuple[str, Any], ...] = (
+            ("top_p", 0.9),
+            ("top_k", 5),
+            ("stop", ["x"]),
+            ("json_schema", "{}"),
+            ("repetition_penalty", 1.1),
+            ("temperature", -1),
+            ("temperature", "hot"),
+            ("sampling_seed", 1.5),
+            ("sampling_seed", -1),
+            ("stop_token_ids", 7),
+        )
+        for name, value in sampling:
+            changed = {**body, "sampling_params": {**neutral, name: value}}
+            await refused(served, "generate", changed, name)
+        await refused(served, "generate", {**body, "input_ids": [100] * 2048}, "input_ids")
+        await refused(served, "generate", {**body, "logprob_start_len": 3}, "logprob_start_len")
+        await refused(served, "pause_generation", {"mode": "in_place"}, "mode")
+
+
+async def refused(served: Served, path: str, body: dict[str, Any], complaint: str) -> None:
+    response = await served.post(path, **body)
+    assert response.status_code == 400
+    assert complaint in response.json()["error"]["message"]
 
 
 async def test_the_program(tmp_path: Path) -> None:

@@ -200,9 +200,11 @@ class PolicyEngine:
         seed = given.get("sampling_seed")
         if seed is not None and (type(seed) is not int or seed < 0):
             raise ValueError(f"sampling_params.sampling_seed: {seed!r} is no seed")
-        stop_ids = [*given.get("stop_token_ids", ())]
+        stop_ids = given.get("stop_token_ids", [])
+        if not isinstance(stop_ids, list) or not all(type(token) is int for token in stop_ids):
+            raise ValueError("sampling_params.stop_token_ids: not a list of ids")
         if not given.get("ignore_eos"):
-            stop_ids.append(self._stop_token_id)
+            stop_ids = [*stop_ids, self._stop_token_id]
         rows = self._policy.rows(call.input_ids)
         asked = given.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS)
         room = self._policy.shape.positions - len(rows)
