@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -17,11 +18,24 @@ from tests import strategies
 from turnleaf.adapters.mock import Ledger, cached_checkpoint, compare
 from turnleaf.cli import main
 from turnleaf.cli._document import document
+from turnleaf.cli._notes import unreachable
 from turnleaf.cli._run import Outcome
 from turnleaf.cli._setup import Options, Plan, make_plan
 from turnleaf.cli._show import EDGE, show
 from turnleaf.cli._tokens import spans
-from turnleaf.core import AgentError, ContractError, PayloadError, Rollout, Trajectory, Turn
+from turnleaf.core import (
+    AgentError,
+    ContractError,
+    Key,
+    PayloadError,
+    Rollout,
+    RolloutTimeout,
+    RolloutTimings,
+    SessionError,
+    Settings,
+    Trajectory,
+    Turn,
+)
 from turnleaf.gateway._child import child_process
 from turnleaf.sessions import HttpSession
 
@@ -64,12 +78,22 @@ def turn(index, prompt, output, *, parent=None, keep=0, excluded=None):
 
 
 def outcome(*turns, secret="", status="completed", **rollout):
-    made = Rollout(name="try", trajectory=Trajectory(turns), status=status, **rollout)
-    return Outcome(made, Letters(), secret)
+    rollout = {"trajectory": Trajectory(turns)} | rollout
+    made = Rollout(name="rollout", status=status, **rollout)
+    key = Key(id="key", base_url="http://127.0.0.1:9090/v1", secret=secret) if secret else None
+    return Outcome(made, Letters(), key)
 
 
-def a_plan(*, engine=None, replies=()):
-    return Plan(payload={}, settings=None, session=None, engine=engine, model=None, replies=replies)
+def a_plan(*, engine=None, replies=(), payload=None, backend=None, **settings):
+    backend = backend or {"backend": "turnleaf.sessions.LocalSession", "target": "agent.py:run"}
+    return Plan(
+        payload={"prompt": "Hi"} if payload is None else payload,
+        settings=Settings(rollout_session_backend=backend, **settings),
+        session=None,
+        engine=engine,
+        model=None,
+        replies=replies,
+    )
 
 
 def shown(result, *, plan=None, coloured=False, **console):
@@ -143,13 +167,8 @@ def test_the_tree_says_what_each_turn_kept_and_why_it_is_not_trained():
         ),
         width=120,
     )
-    assert "turn 1: 0 kept + 1 prompt + 1 output tokens, stop\n" in text
-    assert (
-        "    ├── turn 0: 1 kept + 3 prompt + 1 output tokens, stop, branches off 1 tokens before "
-        "its parent's end\n" in text
-    )
-    assert "    └── turn 2: 2 kept" in text
-    assert "stop, not trained: undelivered\n" in text
+    assert "turn 1: 1 prompt + 1 output tokens, stop\n" in text
+    assert "turn 2: 2 kept + 1 prompt + 1 output tokens, stop, not trained: undelivered\n" in text
 
 
 def test_a_rollout_in_which_nothing_is_trained_says_so():
@@ -157,11 +176,169 @@ def test_a_rollout_in_which_nothing_is_trained_says_so():
     assert "it made no call" in shown(outcome())
 
 
-def test_a_script_that_ran_out_is_named():
-    error = AgentError("the agent raised InternalServerError")
+def tree(trajectory):
+    text = shown(outcome(trajectory=trajectory), width=200)
+    return re.search(r"Turns ─+\n(.*?)\n\n", text, re.DOTALL)[1].splitlines()
+
+
+def test_the_tree_says_in_words_why_a_turn_is_a_branch():
+    trajectory = Trajectory(
+        [
+            turn(0, "<sys<ask<", "reply."),
+            turn(1, "<more<", "fine.", parent="turn-0", keep=15),
+            turn(2, "", "again.", parent="turn-0", keep=9),
+            turn(3, "else<", "new.", parent="turn-0", keep=5),
+            turn(4, "!<more<", "edit.", parent="turn-0", keep=14),
+            turn(5, "less<", "fork.", parent="turn-1", keep=17),
+            turn(6, "", "twice.", parent="turn-1", keep=21),
+            turn(7, "alone", "root."),
+            turn(8, "kept", "judged", excluded="untrained"),
+        ]
+    )
+    lines = [line.replace(" output tokens, stop", "…") for line in tree(trajectory)]
+    assert [re.sub(r"shares its first (\d+) tokens", r"\1", line) for line in lines] == [
+        "rollout",
+        "├── turn 0: 9 prompt + 6…",
+        "│   ├── turn 1: 15 kept + 6 prompt + 5…",
+        "│   ├── turn 4: turn 0's reply came back changed (14 with turn 0), 21 prompt + 5…",
+        "│   ├── turn 5: goes on from turn 0 in another way (17 with turn 1), 22 prompt + 5…",
+        "│   └── turn 6: turn 1's prompt again, 21 prompt + 6…",
+        "├── turn 2: turn 0's prompt again, 9 prompt + 6…",
+        "├── turn 3: new conversation (5 with turn 0), 10 prompt + 4…",
+        "├── turn 7: 5 prompt + 5…",
+        "└── turn 8: 4 prompt + 6…, not trained: kept as context",
+    ]
+
+
+@given(strategies.recorded_by_gateway)
+def test_every_turn_is_in_the_tree_once(recorded):
+    lines = tree(recorded.trajectory) if recorded.trajectory.turns else []
+    told = [int(index) for line in lines for index in re.findall(r"[├└]── turn (\d+):", line)]
+    assert sorted(told) == [turn.index for turn in recorded.trajectory.turns]
+
+
+def test_a_branch_is_shown_from_the_start_of_the_message_in_which_it_begins():
+    text = shown(
+        outcome(
+            turn(0, "<sys<ask me<", "reply."),
+            turn(1, " you<", "yours.", parent="turn-0", keep=8),
+            turn(2, "", "again.", parent="turn-0", keep=12),
+            turn(3, "<on<", "going.", parent="turn-0", keep=18),
+        )
+    )
+    assert "turn 0 is sent\n<sys<ask me<\nturn 0 says\nreply.\n" in text
+    assert "turn 1 is sent\n(the first 4 tokens are as in turn 0)\n<ask you<\n" in text
+    assert "turn 2 is sent\n(the prompt is turn 0's)\nturn 2 says\nagain.\n" in text
+    assert "turn 3 is sent\n<on<\nturn 3 says" in text
+
+
+def test_a_conversation_that_is_the_only_leaf_is_shown_once():
+    one = (turn(0, "Hi. ", "Yes."), turn(1, "So?", "No.", parent="turn-0", keep=8))
+    assert "Conversation" not in shown(outcome(*one))
+    assert "Conversation" in shown(outcome(*one, turn(2, "Alone.", "Yes.")))
+    lost = turn(0, "Hi.", "Yes.", excluded="undelivered")
+    assert "Conversation" in shown(outcome(lost))
+    assert "Conversation" in shown(outcome(lost, turn(1, "So?", "No.", parent="turn-0", keep=5)))
+
+
+def test_a_leafs_turns_are_those_of_the_tree():
+    text = shown(outcome(turn(0, "sys ask", "A"), turn(1, "else", "B", parent="turn-0", keep=4)))
+    assert "leaf 2 of 2: 1 of 9 tokens trained, turn 1\n" in text
+
+
+def test_the_leaves_of_a_rollout_that_failed_are_conditional():
+    failed = outcome(turn(0, "Q", "A"), status="failed", error=AgentError("no"))
+    condition = "would be trained, if the trainer keeps a rollout that failed"
+    assert condition in shown(failed, width=100)
+    assert condition not in shown(outcome(turn(0, "Q", "A")), width=100)
+
+
+def test_too_few_replies_are_named_before_the_error():
+    error = AgentError("Error code: 424 - the script has 2 replies, but this is its call 3")
     result = outcome(turn(0, "Q", "A"), status="failed", error=error)
-    assert "needs more --reply" in shown(result, plan=a_plan(replies=("A",)))
+    text = shown(result, plan=a_plan(replies=("A", "B")))
+    assert text.splitlines()[1] == "The agent made 3 calls, but there are 2 --reply."
+    assert "Next: give one more --reply for each further call" in text
     assert "--reply" not in shown(result, plan=a_plan(engine="http://127.0.0.1:1"))
+
+
+def test_surplus_replies_are_named():
+    result = outcome(turn(0, "Q", "A"))
+    assert "Of 3 --reply, 2 went unused" in shown(result, plan=a_plan(replies=("A", "B", "C")))
+    assert "unused" not in shown(result, plan=a_plan(replies=("A",)))
+
+
+CALLING = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("reply", "malformed"),
+    [
+        ("Fine.", False),
+        (CALLING * 2, False),
+        (f"{CALLING} <tool_call>[1]</tool_call>", True),
+        ("<tool_call>{'name': 'f'}</tool_call>", True),
+        (CALLING.removesuffix("</tool_call>"), True),
+    ],
+)
+def test_a_malformed_scripted_tool_call_is_named(reply, malformed):
+    text = shown(outcome(turn(0, "Q", "A")), plan=a_plan(replies=(reply,)))
+    assert ("--reply 1 holds a malformed tool call" in text) is malformed
+
+
+@pytest.mark.parametrize(("took", "told"), [(2.1, False), (6.0, True)])
+def test_an_agent_that_blocked_the_event_loop_is_named(took, told):
+    result = outcome(turn(0, "Q", "A"), timings=RolloutTimings(session=took))
+    text = shown(result, plan=a_plan(max_rollout_time=2))
+    note = "The agent took 6.0 s although max_rollout_time is 2 s: an async agent must not block"
+    assert (note in text) is told
+
+
+HTTP = {"backend": "turnleaf.sessions.HttpSession", "url": "http://127.0.0.1:1"}
+
+
+def test_an_agent_that_may_not_reach_the_gateway_is_told_where_it_is():
+    note = "told base_url http://127.0.0.1:9090/v1: can that be reached"
+    silent = outcome(secret="tl-key")
+    assert note in shown(silent, plan=a_plan(backend=HTTP))
+    assert note in shown(silent, plan=a_plan(public_url="https://trainer"))
+    assert note not in shown(silent)
+    assert note not in shown(outcome(turn(0, "Q", "A"), secret="k"), plan=a_plan(backend=HTTP))
+    unreached = outcome(secret="tl-key", status="failed", error=SessionError("no agent"))
+    assert note not in shown(unreached, plan=a_plan(backend=HTTP))
+
+
+@pytest.mark.parametrize(
+    ("agent", "told", "warned"),
+    [
+        ("http://192.0.2.7:80", {"gateway_host": "127.0.0.1"}, True),
+        ("http://192.0.2.7:80", {"gateway_host": "localhost"}, True),
+        ("http://192.0.2.7:80", {"public_url": "http://[::1]:{port}"}, True),
+        ("http://192.0.2.7:80", {"public_url": "https://trainer", "gateway_host": "::1"}, False),
+        ("http://192.0.2.7:80", {}, False),
+        ("http://localhost:80", {"gateway_host": "127.0.0.1"}, False),
+    ],
+)
+def test_an_agent_elsewhere_that_is_told_a_loopback_address_is_warned_of(agent, told, warned):
+    settings = a_plan(backend=HTTP | {"url": agent}, **told).settings
+    assert (unreachable(settings) is not None) is warned
+
+
+@pytest.mark.parametrize(
+    ("result", "plan", "step"),
+    [
+        ({"status": "timed_out", "error": RolloutTimeout("cut")}, {}, "--max-rollout-time SECONDS"),
+        ({"status": "failed", "error": PayloadError("_config")}, {}, "correct the payload"),
+        (
+            {"status": "failed", "error": AgentError("KeyError")},
+            {"payload": {}},
+            "no --payload was",
+        ),
+        ({"status": "failed", "error": AgentError("KeyError")}, {}, "correct what the error names"),
+    ],
+)
+def test_the_next_step_fits_the_outcome(result, plan, step):
+    assert re.search(f"Next: .*{step}", shown(outcome(**result), plan=a_plan(**plan)))
 
 
 def test_only_scripted_replies_are_called_so():
@@ -244,6 +421,8 @@ def agent(tmp_path):
         (["AGENT", "--engine", "http://127.0.0.1:1"], "--engine needs --model FOLDER"),
         (["AGENT", "--model", "."], "add --engine URL"),
         (["AGENT", "--engine", "http://127.0.0.1:1", "--model", "m"], "there is no such folder"),
+        (["AGENT", "--engine", "http://127.0.0.1:1", "--model", "Q/Q3"], "hub is not taken"),
+        (["AGENT", "--engine", "127.0.0.1:30000", "--model", "."], "--engine: .*http://host:port"),
         (["AGENT", "--engine", "http://127.0.0.1:1", "--reply", "x"], "leave one out"),
         (["AGENT", "--max-rollout-time", "0"], "max_rollout_time is 0.0, but must be"),
         (["--config", "missing.yaml"], "missing.yaml: cannot be read: No such file"),
@@ -312,7 +491,7 @@ def test_a_missing_extra_is_named(monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.delitem(sys.modules, "turnleaf.cli._app", raising=False)
     assert exit_code() == 2
-    assert "pip install 'turnleaf[demo]'" in capfd.readouterr().err
+    assert "pip install '.[demo]'" in capfd.readouterr().err
 
 
 def test_version(capfd):
@@ -344,7 +523,9 @@ async def test_json_for_machines_and_the_engines_ledger_agree(tmp_path):
     model = cached_checkpoint("qwen3")
     ledger = tmp_path / "ledger.jsonl"
     script = {
-        "script": {"try": [{"text": f"Let me see é.\n{CALL}</tool_call>"}, {"text": "It is 391."}]},
+        "script": {
+            "rollout": [{"text": f"Let me see é.\n{CALL}</tool_call>"}, {"text": "It is 391."}]
+        },
         "tokenizer": str(model / "tokenizer.json"),
         "stop_token_id": 151645,
         "ledger": str(ledger),
@@ -369,7 +550,7 @@ async def test_json_for_machines_and_the_engines_ledger_agree(tmp_path):
         "api_key": "[api_key]",
     }
 
-    trajectory = Trajectory.from_json(json.dumps(told["trajectory"]))
+    trajectory = Trajectory.from_json(told["trajectory"])
     report = compare(Ledger.read(ledger), [trajectory])
     report.raise_for_problems()
     assert report.sampled == report.trained > 0
@@ -385,21 +566,29 @@ async def test_json_for_machines_and_the_engines_ledger_agree(tmp_path):
     ]
 
 
-@pytest.mark.openai_client
-def test_the_readmes_agent_gives_the_readmes_output(capfd):
-    readme = (ROOT / "README.md").read_text()
-    source = re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1]
+@pytest.fixture
+def readme():
+    text = (ROOT / "README.md").read_text()
+    source = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
     assert len(source.splitlines()) == 12
     Path("agent.py").write_text(source)
+    return text
+
+
+QUESTION = ("agent.py:run", "--payload", '{"question": "What is 17 * 23?", "answer": "391"}')
+
+
+@pytest.mark.openai_client
+def test_a_call_without_a_reply_is_refused_once_and_named(readme, capfd):
+    assert exit_code(*QUESTION, "--reply", "It is 381.") == 1
+    assert "\nThe agent made 2 calls, but there is 1 --reply.\n" in capfd.readouterr().out
+
+
+@pytest.mark.openai_client
+def test_the_readmes_agent_gives_the_readmes_output(readme, capfd):
     pasted = re.search(r"```text\n(.*?)```", readme, re.DOTALL)[1]
 
-    assert (
-        exit_code(
-            *("agent.py:run", "--payload", '{"question": "What is 17 * 23?", "answer": "391"}'),
-            *("--reply", "It is 381.", "--reply", "No, it is 391."),
-        )
-        == 0
-    )
+    assert exit_code(*QUESTION, "--reply", "It is 381.", "--reply", "No, it is 391.") == 0
     seconds = re.compile(r"\d+\.\d s$", re.MULTILINE)
     assert seconds.sub("", capfd.readouterr().out).strip() == seconds.sub("", pasted).strip()
 
@@ -416,9 +605,10 @@ def test_an_agent_that_raises_is_shown_at_its_own_line(agent, capfd):
 
 def test_ctrl_c_ends_the_children(tmp_path):
     Path("agent.py").write_text(
-        "import pathlib, subprocess, os, anyio\n"
+        "import pathlib, threading, anyio\n"
         "async def run(payload):\n"
-        "    children = pathlib.Path(f'/proc/self/task/{os.getpid()}/children').read_text()\n"
+        "    task = f'/proc/self/task/{threading.get_native_id()}'\n"
+        "    children = pathlib.Path(task, 'children').read_text()\n"
         "    print('children:', children, flush=True)\n"
         "    await anyio.sleep(100)\n"
     )
@@ -435,3 +625,68 @@ def test_ctrl_c_ends_the_children(tmp_path):
     assert "Traceback" not in err
     assert len(children) == 2
     assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+STUCK = {
+    "a plain function": "def run(payload):\n    print('started', flush=True); time.sleep(100)\n",
+    "asyncio's threads": (
+        "async def run(payload):\n"
+        "    print('started', flush=True); await asyncio.to_thread(time.sleep, 100)\n"
+    ),
+    "anyio's threads": (
+        "async def run(payload):\n"
+        "    print('started', flush=True); await anyio.to_thread.run_sync(time.sleep, 100)\n"
+    ),
+    "the event loop": (
+        "async def run(payload):\n    print('started', flush=True); time.sleep(100)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("where", [where for where in STUCK if where != "the event loop"])
+def test_an_agent_that_cannot_be_stopped_holds_nothing_up(where):
+    Path("agent.py").write_text(f"import asyncio, time, anyio.to_thread\n{STUCK[where]}")
+    command = [*COMMAND, "agent.py:run", "--max-rollout-time", "0.5"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1
+    assert "rollout: cut off after 0.5 s" in run.stdout
+    assert "Next: give the agent longer" in run.stdout
+    assert "started" in run.stderr
+    assert "the agent still runs in this process, which now ends" in run.stderr
+
+
+@pytest.mark.parametrize("where", ["a plain function", "the event loop"])
+def test_ctrl_c_does_not_wait_for_an_agent_that_cannot_be_stopped(where):
+    Path("agent.py").write_text(f"import asyncio, time, anyio.to_thread\n{STUCK[where]}")
+    with subprocess.Popen(
+        [*COMMAND, "agent.py:run"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert any(line == "started\n" for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert out == ""
+    assert "interrupted" in err
+    assert "the agent still runs in this process, which now ends" in err
+    assert "Traceback" not in err
+
+
+def test_an_output_that_is_cut_or_cannot_be_encoded_fails_nobody(agent):
+    Path("agent.py").write_text("async def run(payload):\n    return {'said': '漢'}\n")
+    command = [*COMMAND, "agent.py:run"]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    run = subprocess.run(command, capture_output=True, env=ascii_only, timeout=60)
+    assert (run.returncode, b"{'said': '\\u6f22'}" in run.stdout) == (0, True)
+
+    read, write = os.pipe()
+    os.close(read)
+    unread = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert (unread.returncode, b"BrokenPipe" in unread.stderr) == (0, False)
+
+
+def test_the_example_configuration_runs_here(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = make_plan(Options(config=Path("examples/local.yaml"))).settings
+    assert settings.gateway_host == "127.0.0.1"

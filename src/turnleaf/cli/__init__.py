@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         sys.stderr.write(
             f"turnleaf's command line needs {error.name}, which is not installed: "
-            "pip install 'turnleaf[demo]'\n"
+            "pip install '.[demo]' in the folder of turnleaf's source\n"
         )
         sys.exit(2)
     run(arguments)

@@ -4,20 +4,23 @@ import contextlib
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TextIO
 
-import anyio
 import typer
 from rich.console import Console
 
 from turnleaf import __version__
 from turnleaf.cli._document import document
-from turnleaf.cli._run import run_once, stdout_on_stderr
+from turnleaf.cli._leaving import leave
+from turnleaf.cli._notes import notes, unreachable
+from turnleaf.cli._run import run_once
 from turnleaf.cli._setup import Options, make_plan
 from turnleaf.cli._show import show
-from turnleaf.core import ContractError, TurnleafError
+from turnleaf.cli._stdout import reserved_stdout, write
+from turnleaf.core import ContractError, Service, TurnleafError
 
 __all__ = ["run"]
 
@@ -131,22 +134,42 @@ def try_agent(
         config=config,
         max_rollout_time=max_rollout_time,
     )
-    try:
-        with stdout_on_stderr(), _without_warnings("turnleaf.core"):
-            plan = make_plan(options)
-            outcome = anyio.run(run_once, plan)
-    except TurnleafError as error:
-        kind = "" if isinstance(error, ContractError) else f"{type(error).__name__}: "
-        typer.echo(f"turnleaf try: {kind}{error}", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.echo("turnleaf try: interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-    if json_output:
-        typer.echo(document(plan, outcome))
+    earlier = threading.enumerate()
+    service = Service()
+    with reserved_stdout() as stdout, _without_warnings("turnleaf.core"):
+        try:
+            code = _try(options, service, stdout, as_json=json_output)
+        except TurnleafError as error:
+            kind = "" if isinstance(error, ContractError) else f"{type(error).__name__}: "
+            _say(f"{kind}{error}")
+            code = 2
+        except KeyboardInterrupt:
+            _say("interrupted")
+            code = INTERRUPTED
+        leave(service, code, earlier=earlier)
+
+
+def _try(options: Options, service: Service, stdout: TextIO, *, as_json: bool) -> int:
+    plan = make_plan(options)
+    warning = unreachable(plan.settings)
+    if warning is not None:
+        _say(f"warning: {warning}")
+    # In the service's thread, as in training, so that an agent that blocks it can be interrupted.
+    outcome = service.call(run_once, plan, service)
+    if as_json:
+        for note in notes(plan, outcome):
+            _say(outcome.hide(note))
+        write(stdout, document(plan, outcome) + "\n")
     else:
-        show(Console(highlight=False), plan, outcome)
-    raise typer.Exit(outcome.exit_code)
+        console = Console(file=stdout, highlight=False)
+        with console.capture() as shown:
+            show(console, plan, outcome)
+        write(stdout, shown.get())
+    return outcome.exit_code
+
+
+def _say(text: str) -> None:
+    typer.echo(f"turnleaf try: {text}", err=True)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ def document(plan: Plan, outcome: Outcome) -> str:
                 "result": _json_value(rollout.result),
                 "scripted": plan.scripted,
                 "timings": attrs.asdict(rollout.timings),
-                "trajectory": json.loads(rollout.trajectory.to_json()),
+                "trajectory": rollout.trajectory.to_json().decode(),
                 "leaves": [_leaf(leaf, outcome) for leaf in rollout.trajectory.leaves()],
             }
         )

@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import os
-import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +13,19 @@ from rich.console import Console
 from turnleaf.adapters.mock import FileTokenizer, cached_checkpoint
 from turnleaf.cli._setup import SCRIPTED_REPLY, Plan
 from turnleaf.core import (
-    Background,
     Gateway,
     Key,
     PayloadError,
     Purpose,
     Rollout,
+    Service,
     Trajectory,
     run_rollout,
 )
 from turnleaf.gateway import WorkerConfig, run_worker
 from turnleaf.gateway._child import child_process
 
-__all__ = ["Outcome", "run_once", "stdout_on_stderr"]
+__all__ = ["Outcome", "run_once"]
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 """As trainers sample by default: from the model's own distribution."""
@@ -37,12 +35,12 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 class Outcome:
     """What came of the rollout, and what reads its tokens.
 
-    secret: the rollout's key, to be kept out of what is shown; empty if there was none.
+    key: the rollout's, whose secret is kept out of what is shown; None if there was none.
     """
 
     rollout: Rollout
     tokenizer: FileTokenizer
-    secret: str = attrs.field(repr=False)
+    key: Key | None
 
     @property
     def exit_code(self) -> int:
@@ -53,11 +51,13 @@ class Outcome:
 
     def hide(self, text: str) -> str:
         """The text without the rollout's key."""
-        return text.replace(self.secret, "[api_key]") if self.secret else text
+        return text if self.key is None else text.replace(self.key.secret, "[api_key]")
 
 
-async def run_once(plan: Plan) -> Outcome:
-    """Start what the rollout needs, run it, and end everything again.
+async def run_once(plan: Plan, service: Service) -> Outcome:
+    """Start what the rollout needs, run it, and end everything again but the agent's session.
+
+    service: the one that runs this; leaving the session is left to its background.
 
     Raises ContractError when something is set up wrongly, GatewayError when the gateway or the
     scripted engine does not start.
@@ -73,38 +73,24 @@ async def run_once(plan: Plan) -> Outcome:
                 status.update("Starting the scripted engine …")
                 engine = await stack.enter_async_context(_scripted_engine(plan, model))
             status.update("Starting the gateway worker …")
-            model_id = plan.settings.model_id or ("scripted" if plan.scripted else model.name)
             config = WorkerConfig.for_settings(
-                plan.settings, engine_url=engine, model=str(model), model_id=model_id
+                plan.settings,
+                engine_url=engine,
+                model=str(model),
+                model_id="scripted" if plan.scripted else None,
             )
             gateway = _NotingGateway(await stack.enter_async_context(run_worker(config)))
-        # Entered last: what goes on after the rollout still needs the gateway.
-        background = await stack.enter_async_context(Background())
         rollout = await run_rollout(
             plan.payload,
             session=plan.session,
             gateway=gateway,
-            background=background,
-            model_id=model_id,
+            background=service.background,
+            model_id=config.model_id or model.name,
             sampling=SAMPLING,
-            name="try",
+            name="rollout",
             max_rollout_time=plan.settings.max_rollout_time,
         )
-    return Outcome(rollout, tokenizer, gateway.secret)
-
-
-@contextlib.contextmanager
-def stdout_on_stderr() -> Iterator[None]:
-    """Send to stderr what an agent, or a program that it runs, writes to stdout."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+    return Outcome(rollout, tokenizer, gateway.key)
 
 
 @contextlib.asynccontextmanager
@@ -122,19 +108,18 @@ async def _scripted_engine(plan: Plan, model: Path) -> AsyncIterator[str]:
 
 @attrs.define
 class _NotingGateway:
-    """A Gateway that remembers the secret which it handed out."""
+    """A Gateway that remembers the key which it handed out."""
 
     _gateway: Gateway
-    secret: str = attrs.field(default="", init=False, repr=False)
+    key: Key | None = attrs.field(default=None, init=False)
 
     async def open_key(
         self, *, name: str, sampling: Mapping[str, Any], purpose: Purpose, expires_in: float
     ) -> Key:
-        key = await self._gateway.open_key(
+        self.key = await self._gateway.open_key(
             name=name, sampling=sampling, purpose=purpose, expires_in=expires_in
         )
-        self.secret = key.secret
-        return key
+        return self.key
 
     async def close_key(self, key_id: str, *, aborted: bool = False) -> Trajectory:
         return await self._gateway.close_key(key_id, aborted=aborted)

@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 import yaml
 
-from turnleaf.core import ContractError, RolloutSession, Settings
+from turnleaf.core import ContractError, RolloutSession, Settings, SettingsError
+from turnleaf.gateway.engines import SGLangEngine
 from turnleaf.sessions import session_factory
 
 __all__ = ["SCRIPTED_REPLY", "Options", "Plan", "make_plan"]
@@ -89,10 +90,15 @@ def _check_engine(options: Options) -> None:
             "--engine needs --model FOLDER: the checkpoint that it serves, whose tokenizer and "
             "chat template turn messages into tokens"
         )
+    try:
+        SGLangEngine(engine)
+    except SettingsError as error:
+        raise ContractError(f"--engine: {error}") from None
     if not model.is_dir():
         raise ContractError(
             f"--model {model}: there is no such folder; give that of a checkpoint, with "
-            "tokenizer.json, config.json and its chat template"
+            "tokenizer.json, config.json and its chat template (a name on a model hub is not "
+            "taken: download the checkpoint first)"
         )
 
 

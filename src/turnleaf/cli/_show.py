@@ -9,12 +9,13 @@ import numpy as np
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
-from rich.tree import Tree
 
 import turnleaf
+from turnleaf.cli._notes import next_step, notes
 from turnleaf.cli._run import Outcome
 from turnleaf.cli._setup import Plan
 from turnleaf.cli._tokens import Span, spans
+from turnleaf.cli._tree import branch, prompt_end, turn_tree
 from turnleaf.core import Leaf, TokenIds, Trajectory, Turn
 
 __all__ = ["show"]
@@ -53,14 +54,19 @@ class _Screen:
         leaves = trajectory.leaves()
         self._header(trajectory, leaves)
         if trajectory.turns:
-            self._rule("Conversation: what each turn added")
-            self._conversation(trajectory)
+            # One leaf with every token of every turn is the conversation.
+            added = sum(len(turn.prompt) + len(turn.output) for turn in trajectory.turns)
+            if [len(leaf.tokens) for leaf in leaves] != [added]:
+                self._rule("Conversation: what each turn added")
+                self._conversation(trajectory)
             self._rule("Turns")
-            self.console.print(_tree(trajectory))
-            self._rule("Leaves: what would be trained")
-            self._leaves(leaves)
+            self.console.print(turn_tree(trajectory))
+            failed = self.outcome.exit_code != 0
+            condition = ", if the trainer keeps a rollout that failed" if failed else ""
+            self._rule(f"Leaves: what would be trained{condition}")
+            self._leaves(trajectory, leaves)
         self.console.print()
-        self._print(self._next_step(trajectory))
+        self._print(Text.assemble(("Next: ", "bold"), next_step(self.plan, self.outcome)))
 
     def _header(self, trajectory: Trajectory, leaves: list[Leaf]) -> None:
         rollout = self.outcome.rollout
@@ -79,6 +85,8 @@ class _Screen:
                 (rollout.status, "bold green" if good else "bold red"), " · ", " · ".join(facts)
             )
         )
+        for note in notes(self.plan, self.outcome):
+            self._print(Text(self._clean(note), "yellow"))
         if rollout.error is not None:
             self._print(Text(self._clean(str(rollout.error)), "red"))
             for frame in _agents_frames(rollout.error):
@@ -91,11 +99,28 @@ class _Screen:
     def _conversation(self, trajectory: Trajectory) -> None:
         for turn in trajectory.turns:
             self._print(Text(f"turn {turn.index} is sent", "bold"))
-            self._print(Text(_shortened(self._decoded(turn.prompt)), MASKED))
+            self._sent(trajectory, turn)
             self._print(Text(f"turn {turn.index} says", "bold"))
             self._print(Text(self._decoded(turn.output)))
 
-    def _leaves(self, leaves: list[Leaf]) -> None:
+    def _sent(self, trajectory: Trajectory, turn: Turn) -> None:
+        ids = turn.prompt
+        parent = None if turn.parent is None else trajectory.turn(turn.parent)
+        if parent is not None and turn.keep < parent.end:
+            if turn.keep == prompt_end(turn) == prompt_end(parent):
+                self._print(Text(f"(the prompt is turn {parent.index}'s)", MASKED))
+                return
+            whole = trajectory.tokens_through(turn.id)[: prompt_end(turn)]
+            # A branch may begin within a message, which is shown from its start: from the last
+            # token there that also begins the prompt, in ChatML each message's <|im_start|>.
+            start = int(np.flatnonzero(whole[: turn.keep + 1] == whole[0])[-1])
+            if start:
+                said = f"(the first {start:,} tokens are as in turn {parent.index})"
+                self._print(Text(said, MASKED))
+            ids = whole[start:]
+        self._print(Text(_shortened(self._decoded(ids)), MASKED))
+
+    def _leaves(self, trajectory: Trajectory, leaves: list[Leaf]) -> None:
         if not leaves:
             self._print(Text("None: every turn is excluded.", "yellow"))
             return
@@ -105,13 +130,14 @@ class _Screen:
             else Text("⟦trained⟧ masked  ↵ trained line feed")
         )
         for number, leaf in enumerate(leaves, start=1):
-            path = " → ".join(str(turn.index) for turn in leaf.turns)
+            path = [turn.index for turn in branch(trajectory, leaf.turns[-1])]
             trained = int(np.count_nonzero(leaf.loss_mask))
             self.console.print()
             self._print(
                 Text(
                     f"leaf {number} of {len(leaves)}: {trained:,} of {len(leaf.tokens):,} tokens "
-                    f"trained, {'turn' if len(leaf.turns) == 1 else 'turns'} {path}",
+                    f"trained, {'turn' if len(path) == 1 else 'turns'} "
+                    f"{' → '.join(map(str, path))}",
                     "bold",
                 )
             )
@@ -128,26 +154,6 @@ class _Screen:
     def _marked(self, text: str) -> Text:
         return Text(text, TRAINED) if self.coloured else Text(f"⟦{text}⟧")
 
-    def _next_step(self, trajectory: Trajectory) -> Text:
-        plan = self.plan
-        if self.outcome.exit_code != 0:
-            step = "correct what the error names, and run the same command again"
-            if plan.replies and len(trajectory.turns) >= len(plan.replies):
-                step += "; an agent that calls its model more often needs more --reply"
-        elif not trajectory.turns:
-            step = (
-                "have the agent call its model at payload['_config'] (docs/agents.md); it made no "
-                "call, so nothing would be trained"
-            )
-        elif plan.scripted:
-            step = (
-                "have a model answer: add --engine http://127.0.0.1:30000 --model FOLDER (an "
-                "SGLang server and the checkpoint that it serves)"
-            )
-        else:
-            step = "add --json for the same as one JSON object (docs/try.md)"
-        return Text.assemble(("Next: ", "bold"), step)
-
     def _decoded(self, ids: TokenIds) -> str:
         return self._clean(self.outcome.tokenizer.decode(ids.tolist())).strip("\n")
 
@@ -161,34 +167,6 @@ class _Screen:
     def _print(self, what: Text) -> None:
         # Lines are left to the terminal to wrap: a line feed of ours would look like the model's.
         self.console.print(what, soft_wrap=True)
-
-
-def _tree(trajectory: Trajectory) -> Tree:
-    root = Tree(Text("rollout"), hide_root=False)
-    branches: dict[str | None, Tree] = {None: root}
-    ends = {turn.id: turn.end for turn in trajectory.turns}
-    pending = list(trajectory.turns)
-    while pending:
-        # A turn's parent may have a higher index: it was asked later, but answered earlier.
-        ready = [turn for turn in pending if turn.parent in branches]
-        for turn in ready:
-            parent_end = None if turn.parent is None else ends[turn.parent]
-            branches[turn.id] = branches[turn.parent].add(_turn_label(turn, parent_end))
-        pending = [turn for turn in pending if turn.id not in branches]
-    return root
-
-
-def _turn_label(turn: Turn, parent_end: int | None) -> Text:
-    label = Text.assemble(
-        (f"turn {turn.index}", "bold"),
-        f": {turn.keep:,} kept + {len(turn.prompt):,} prompt + {len(turn.output):,} output tokens, "
-        f"{turn.finish_reason}",
-    )
-    if parent_end is not None and turn.keep < parent_end:
-        label.append(f", branches off {parent_end - turn.keep:,} tokens before its parent's end")
-    if turn.excluded is not None:
-        label.append(f", not trained: {turn.excluded}", "yellow")
-    return label
 
 
 def _agents_frames(error: BaseException) -> list[str]:

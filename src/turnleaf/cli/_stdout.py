@@ -1,0 +1,38 @@
+"""Standard output, kept for the report."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+__all__ = ["reserved_stdout", "write"]
+
+
+@contextlib.contextmanager
+def reserved_stdout() -> Iterator[TextIO]:
+    """The process's stdout; what an agent, or a program that it runs, writes goes to stderr.
+
+    Characters that the encoding lacks are written as escapes.
+    """
+    sys.stdout.flush()
+    encoding = sys.stdout.encoding
+    with os.fdopen(os.dup(1), "w", encoding=encoding, errors="backslashreplace") as stdout:
+        os.dup2(2, 1)
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                yield stdout
+        finally:
+            os.dup2(stdout.fileno(), 1)
+
+
+def write(stdout: TextIO, text: str) -> None:
+    """Write all of `text`, or as much as whoever reads it wants to have."""
+    try:
+        stdout.write(text)
+        stdout.flush()
+    except BrokenPipeError:
+        # What is still buffered would raise again when the stream is closed.
+        unread = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(unread, stdout.fileno())
+        os.close(unread)
