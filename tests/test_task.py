@@ -32,16 +32,16 @@ def test_a_conversation_is_what_the_gateway_renders(
     digits = (3, 1, 4, 1, 5)
     messages = [{"role": "user", "content": question(digits)}]
     tokens = conversation.asked(digits)
-    assert renderer.render(messages).tolist() == tokens
+    assert renderer.render(messages).ids.tolist() == tokens
     for answer in (4, 3):
         messages += [
             {"role": "assistant", "content": str(answer)},
             {"role": "user", "content": FEEDBACK},
         ]
         tokens += [conversation.digits[answer], conversation.end, *conversation.feedback]
-        assert renderer.render(messages).tolist() == tokens
+        assert renderer.render(messages).ids.tolist() == tokens
     retold = [{"role": "user", "content": question_again(digits, 4)}]
-    assert renderer.render(retold).tolist() == conversation.retold(digits, 4)
+    assert renderer.render(retold).ids.tolist() == conversation.retold(digits, 4)
     assert len(tokens) == 39
     assert {*tokens, *conversation.retold(digits, 4)} < {*conversation.vocabulary}
     assert len(conversation.vocabulary) == 19
