@@ -14,7 +14,7 @@ something differs, and names the first of it.
 
 import argparse
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +59,11 @@ class Sample(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A line of ledger.jsonl: one engine call. versions: of the weights of each output token."""
+    """A line of ledger.jsonl: one engine call.
+
+    versions: of the weights of each output token. lost: whether nobody got an answer that ended by
+    itself, so that the ids may be in no sample.
+    """
 
     line: int
     rid: str
@@ -70,6 +74,7 @@ class Call(NamedTuple):
     logprobs: np.ndarray
     versions: list
     answered: bool
+    lost: bool
 
     @property
     def span(self):
@@ -153,6 +158,7 @@ def read_ledger(path):
                 logprobs=np.array(value["logprobs"], dtype=np.float64),
                 versions=expanded((s["version"], s["count"]) for s in value["weight_versions"]),
                 answered=value["answered"],
+                lost=not value["answered"] or value["finish"] == "abort",
             )
         except (KeyError, TypeError, ValueError) as error:
             raise Wrong(f"ledger.jsonl line {line} is no engine call: {error!r}") from None
@@ -221,12 +227,9 @@ def expected_masks(samples, calls):
     return owners, left_out
 
 
-def check_masks(rollouts, excluded):
-    """All masks against the ledger. Returns each sample's owners, by line, and what was counted.
-
-    excluded: how many ids the run says that it sampled for training and did not train.
-    """
-    owners_of, counted, first_left_out = {}, defaultdict(int), None
+def check_masks(rollouts):
+    """All masks against the ledger. Returns each sample's owners, by line, and what was counted."""
+    owners_of, counted = {}, defaultdict(int)
     for samples, calls in rollouts:
         owners, left_out = expected_masks(samples, calls)
         for sample, owner in zip(samples, owners, strict=True):
@@ -246,19 +249,12 @@ def check_masks(rollouts, excluded):
             counted["trained"] += int(expected.sum())
         counted["sampled"] += sum(len(call.output) for call in calls)
         for call in left_out:
-            counted["excluded"] += len(call.output)
-            first_left_out = first_left_out or call
-    if counted["excluded"] != excluded:
-        where = ""
-        if first_left_out is not None:
-            where = (
-                f"; the first is call {first_left_out.rid} of rollout {first_left_out.key!r} "
-                f"(ledger.jsonl line {first_left_out.line})"
-            )
-        raise Wrong(
-            f"{counted['excluded']} sampled ids are trained in no sample, but the run reports "
-            f"{excluded}{where}"
-        )
+            if not call.lost:
+                raise Wrong(
+                    f"ledger.jsonl line {call.line}, call {call.rid} of rollout {call.key!r}: "
+                    f"{len(call.output)} sampled ids are trained in no sample"
+                )
+            counted["lost"] += len(call.output)
     return owners_of, counted
 
 
@@ -426,7 +422,30 @@ def check_advantages(samples):
     return len(groups)
 
 
-def recheck(folder, *, temperature, limit, excluded):
+def check_summary(path, samples):
+    """What summary.json counts against the samples."""
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    leaves = Counter(sample.run for sample in samples)
+    trained = sum(int(sample.mask.sum()) for sample in samples)
+    counted = {
+        "leaves": len(samples),
+        "forks": sum(number > 1 for number in leaves.values()),
+        "trained_tokens": trained,
+        "masked_tokens": sum(len(sample.tokens) for sample in samples) - trained,
+    }
+    for name, value in counted.items():
+        if summary.get(name) != value:
+            raise Wrong(
+                f"summary.json: {name} is {summary.get(name)}, but the samples have {value}"
+            )
+    if not len(leaves) <= summary["rollouts"] <= len(leaves) + summary["failures"]:
+        raise Wrong(
+            f"summary.json: {summary['rollouts']} rollouts, but {len(leaves)} have samples and "
+            f"{summary['failures']} failed"
+        )
+
+
+def recheck(folder, *, temperature, limit):
     """Print a line for each check that holds; raises Wrong at the first that does not."""
     samples = read_samples(folder / "samples.jsonl")
     calls = read_ledger(folder / "ledger.jsonl")
@@ -436,11 +455,11 @@ def recheck(folder, *, temperature, limit, excluded):
         f"{len(samples)} leaves of {len({sample.run for sample in samples})} rollouts; "
         f"{sum(len(of) for _, of in rollouts)} engine calls",
     )
-    owners_of, counted = check_masks(rollouts, excluded)
+    owners_of, counted = check_masks(rollouts)
     report(
         "masks",
         f"{counted['positions']} positions equal; of {counted['sampled']} sampled ids "
-        f"{counted['trained']} are trained once, {counted['excluded']} not",
+        f"{counted['trained']} are trained once, {counted['lost']} were lost",
     )
     scored = check_logprobs(folder, samples, owners_of, temperature=temperature, limit=limit)
     report(
@@ -449,6 +468,8 @@ def recheck(folder, *, temperature, limit, excluded):
         f"{scored['worst']:.1e} (limit {limit:.0e})",
     )
     report("advantages", f"{check_advantages(samples)} groups, one vote per rollout")
+    check_summary(folder / "summary.json", samples)
+    report("summary", "counts the same leaves, forks and tokens")
 
 
 def report(check, text):
@@ -462,7 +483,7 @@ def main():
     parser.add_argument("--limit", type=float, default=1e-4, help="for log-probabilities")
     arguments = parser.parse_args()
     try:
-        recheck(arguments.run, temperature=arguments.temperature, limit=arguments.limit, excluded=0)
+        recheck(arguments.run, temperature=arguments.temperature, limit=arguments.limit)
     except (Wrong, OSError) as wrong:
         print(f"WRONG: {wrong}")
         raise SystemExit(1) from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import attrs
 import numpy as np
 import pytest
 
@@ -36,6 +37,13 @@ class Sampled:
         self.trajectory = Trajectory()
         self._engine = engine
         self._name = name
+
+    def lose_a_copy(self) -> None:
+        """A call like the last one, whose client was gone before the answer."""
+        *_, last = self._engine.ledger
+        turn_id = f"{self._name}-lost"
+        copy = attrs.evolve(last, rid=f"{turn_id}.0", turn_id=turn_id, answered=False)
+        self._engine.ledger.append(copy)
 
     async def turn(self, prompt: list[int], **fields: Any) -> list[int]:
         """Sample behind the prompt; prompt and output."""
@@ -84,6 +92,16 @@ async def write_run(folder: Path) -> None:
             for group in range(2):
                 samples += await rolled_out(engine, step, group)
     write(folder / "samples.jsonl", samples)
+    trained = sum(sum(sample["loss_mask"]) for sample in samples)
+    summary = {
+        "rollouts": 12,
+        "failures": 0,
+        "leaves": len(samples),
+        "forks": 8,
+        "trained_tokens": trained,
+        "masked_tokens": sum(len(sample["tokens"]) for sample in samples) - trained,
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
 
 
 async def rolled_out(engine: PolicyEngine, step: int, group: int) -> list[dict[str, Any]]:
@@ -100,6 +118,7 @@ async def rolled_out(engine: PolicyEngine, step: int, group: int) -> list[dict[s
             await rollout.turn(prompt)
             await rollout.turn([*path, 105])
             await rollout.turn([*path, 106])
+            rollout.lose_a_copy()
         for index, leaf in enumerate(rollout.trajectory.leaves()):
             versions = [span for turn in leaf.trained_turns for span in turn.weight_versions]
             samples.append(
@@ -184,7 +203,11 @@ def test_an_untouched_run_holds(untouched: Path) -> None:
     assert code == 0
     samples = read(untouched / "samples.jsonl")
     trained = sum(sum(sample["loss_mask"]) for sample in samples)
-    assert f"of {trained} sampled ids {trained} are trained once, 0 not" in output
+    ledger = read(untouched / "ledger.jsonl")
+    sampled = sum(len(call["output_ids"]) for call in ledger if call["routing_key"] != "eval-0")
+    lost = sum(len(call["output_ids"]) for call in ledger if not call["answered"])
+    assert lost
+    assert f"of {sampled} sampled ids {trained} are trained once, {lost} were lost" in output
     assert f"{len(samples)} leaves of 12 rollouts" in output
     assert len(samples) > 12
     assert "4 groups" in output
@@ -258,7 +281,7 @@ def only_leaf_missing(samples: list[dict[str, Any]]) -> str:
     lone = next(
         i for i, s in enumerate(samples) if sum(o["rollout"] == s["rollout"] for o in samples) == 1
     )
-    return f"of rollout {samples.pop(lone)['rollout']!r}"
+    return f"of rollout {samples.pop(lone)['rollout']!r}: "
 
 
 def last_leaf_missing(samples: list[dict[str, Any]]) -> str:
@@ -296,7 +319,7 @@ def turn_left_out(samples: list[dict[str, Any]]) -> str:
     for position in range(first, last + 1):
         sample["loss_mask"][position], sample["logprobs"][position] = 0, 0.0
     sample["weight_versions"].pop()
-    return f"the first is call {turn}.0"
+    return f"call {turn}.0 of rollout {sample['rollout']!r}: "
 
 
 def advantage_changed(samples: list[dict[str, Any]]) -> str:
@@ -379,6 +402,15 @@ def test_missing_weights_are_named(run: Path) -> None:
     (run / "weights" / "1.npz").unlink()
     code, output = recheck(run)
     assert "there is no weights/1.npz" in output
+    assert code == 1
+
+
+def test_a_summary_that_counts_otherwise_is_found(run: Path) -> None:
+    path = run / "summary.json"
+    summary = json.loads(path.read_text())
+    path.write_text(json.dumps({**summary, "masked_tokens": summary["masked_tokens"] + 1}))
+    code, output = recheck(run)
+    assert f"masked_tokens is {summary['masked_tokens'] + 1}, but" in output
     assert code == 1
 
 
