@@ -1,6 +1,10 @@
 """The numbers by which the demo's policy learns its task."""
 
+from collections.abc import Sequence
+
 import attrs
+
+from turnleaf.adapters.mock._policy import Shape
 
 __all__ = ["Recipe"]
 
@@ -47,3 +51,14 @@ class Recipe:
     temperature: float = 1.0
     max_new_tokens: int = 4
     held_out: int = 500
+
+    def shape(self, vocabulary: Sequence[int]) -> Shape:
+        """The policy's, for these token ids."""
+        return Shape(
+            vocabulary,
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            hidden=self.hidden,
+            positions=self.positions,
+        )

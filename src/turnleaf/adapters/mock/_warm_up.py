@@ -1,11 +1,11 @@
 """The policy before training: it knows how a conversation goes, but not which digit to name."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from turnleaf.adapters.mock._policy import Policy, Shape
+from turnleaf.adapters.mock._policy import Policy
 from turnleaf.adapters.mock._policy_training import Learner, TrainingSample
 from turnleaf.adapters.mock._recipe import Recipe
 from turnleaf.adapters.mock._task import FEEDBACK, REWARDS, problem, question, question_again
@@ -44,18 +44,19 @@ class Conversation:
         return self._encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
 
 
-def warmed_up(conversation: Conversation, recipe: Recipe, seed: int) -> Policy:
+def warmed_up(
+    conversation: Conversation,
+    recipe: Recipe,
+    seed: int,
+    *,
+    updated: Callable[[], None] = lambda: None,
+) -> Policy:
     """A policy that has seen demonstrations: always a digit and the end of the message, mostly
-    one of those shown, and no preference for the largest. The same for a seed."""
-    shape = Shape(
-        conversation.vocabulary,
-        layers=recipe.layers,
-        width=recipe.width,
-        heads=recipe.heads,
-        hidden=recipe.hidden,
-        positions=recipe.positions,
-    )
-    policy = Policy.random(shape, seed)
+    one of those shown, and no preference for the largest. The same for a seed.
+
+    updated: is called after each update.
+    """
+    policy = Policy.random(recipe.shape(conversation.vocabulary), seed)
     learner = Learner(
         policy, learning_rate=recipe.warm_up_learning_rate, betas=recipe.warm_up_betas
     )
@@ -69,6 +70,7 @@ def warmed_up(conversation: Conversation, recipe: Recipe, seed: int) -> Policy:
                 for _ in range(recipe.warm_up_batch)
             ]
         )
+        updated()
     return policy
 
 
