@@ -48,7 +48,7 @@ class Rollouts:
     background: Background
     model_id: str
     start_rate: StartRate
-    at_once: int = 64
+    at_once: int = 16
     max_rollout_time: float = 60.0
 
     async def run(
