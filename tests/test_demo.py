@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -30,7 +31,7 @@ from turnleaf.adapters.mock.demo_agent import run
 from turnleaf.cli import main
 from turnleaf.cli._demo import demo as show_demo
 from turnleaf.cli._demo_screen import HEIGHT, LiveScreen, curve
-from turnleaf.core import Service
+from turnleaf.core import GatewayError, Service
 
 pytestmark = pytest.mark.openai_client
 
@@ -231,6 +232,22 @@ async def test_without_a_learning_rate_nothing_is_learned(tmp_path: Path) -> Non
     assert watcher.done == dict(watcher.phases)
 
 
+@pytest.mark.anyio
+async def test_a_part_that_breaks_down_ends_the_demo(tmp_path: Path) -> None:
+    class Killer(Watcher):
+        def measured(self, accuracy: float) -> None:
+            [agent] = [pid for pid in children(os.getpid()) if is_agent(pid)]
+            os.kill(agent, signal.SIGKILL)
+
+    recipe = attrs.evolve(HURRIED, warm_up_updates=3)
+    with pytest.raises(GatewayError, match=r"16 rollouts in a row failed.*no agent can be reached"):
+        await run_demo(recipe, seed=1, folder=tmp_path, watcher=Killer())
+
+
+def is_agent(pid: int) -> bool:
+    return b"demo_agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def children(pid: int) -> list[int]:
     threads = Path(f"/proc/{pid}/task").iterdir()
     return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
@@ -385,3 +402,14 @@ def test_a_rate_that_is_no_number_is_refused(
     assert exited.value.code == 2
     assert "--learning-rate" in capfd.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").write_text("not a folder")
+    with pytest.raises(SystemExit) as exited:
+        main(["demo"])
+    assert exited.value.code == 2
+    assert f"the folder {tmp_path}/runs cannot be written" in capfd.readouterr().err

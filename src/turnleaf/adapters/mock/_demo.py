@@ -34,6 +34,8 @@ RETELLING = 2
 HELD_OUT = 1 << 31
 """Where the numbers of evaluation rollouts begin."""
 STARTS_PER_SECOND = 2000.0
+PATIENCE = 16
+"""So many failures in a row are not the agent's bad luck: a process is gone."""
 CLEAN_UP_LIMIT = 10.0  # seconds
 
 
@@ -154,7 +156,7 @@ class _Clock:
         self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - began
 
 
-@attrs.frozen
+@attrs.define
 class _Demo:
     """One run, once everything has started."""
 
@@ -165,6 +167,7 @@ class _Demo:
     tally: Tally
     watcher: Watcher
     clock: _Clock
+    _failed_in_a_row: int = attrs.field(init=False, default=0)
 
     async def publish(self, step: int) -> None:
         """Have the engine sample with the weights that this step begins with."""
@@ -191,7 +194,6 @@ class _Demo:
         self.watcher.phase(f"step {step + 1} of {self.recipe.steps}", len(requests))
         with self.clock.phase("rollouts"):
             rollouts = await self.rollouts.run(requests, purpose="train", done=self._done)
-        _check_some_completed(rollouts)
         with self.clock.phase("updates"):
             samples = samples_of(requests, rollouts)
             difference = self.trainer.logprob_difference(samples)
@@ -232,11 +234,10 @@ class _Demo:
             },
         )
 
-    def _done(self, _: Rollout) -> None:
+    def _done(self, rollout: Rollout) -> None:
         self.watcher.advance()
-
-
-def _check_some_completed(rollouts: list[Rollout]) -> None:
-    errors = [rollout.error for rollout in rollouts if rollout.error is not None]
-    if len(errors) == len(rollouts):
-        raise GatewayError(f"every rollout of a step failed, the first with: {errors[0]}")
+        self._failed_in_a_row = 0 if rollout.error is None else self._failed_in_a_row + 1
+        if self._failed_in_a_row == PATIENCE:
+            raise GatewayError(
+                f"{PATIENCE} rollouts in a row failed, the last one with: {rollout.error}"
+            )
