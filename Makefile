@@ -6,9 +6,9 @@ OVERRIDES ?=
 PYTHON ?=
 PYTEST_ARGS ?=
 
-DEMO_AGENT = examples/calculator/agent.py:run
-DEMO_PAYLOAD = {"prompt": "What is 17 * 23?", "answer": 391}
-DEMO_CALL = {"name": "calculator", "arguments": {"a": 17, "operation": "*", "b": 23}}
+TRY_AGENT = examples/calculator/agent.py:run
+TRY_PAYLOAD = {"prompt": "What is 17 * 23?", "answer": 391}
+TRY_CALL = {"name": "calculator", "arguments": {"a": 17, "operation": "*", "b": 23}}
 
 BIN = $(VENV)/bin
 # Named after what it was made under, so that a change of constraints is seen.
@@ -18,11 +18,12 @@ STAMP = $(VENV)/.made-under-$(subst $(SPACE),-,$(strip $(basename $(notdir $(CON
 
 export COVERAGE_FILE = $(VENV)/.coverage
 
-.PHONY: help venv test demo lint test-openai3 clean
+.PHONY: help venv test demo try lint test-openai3 clean
 
 help:
 	@echo "make test          run the tests; core must be covered to 95 %"
-	@echo "make demo          run one rollout of an example agent and show what would be trained"
+	@echo "make demo          watch a small policy learn through the whole path; about a minute"
+	@echo "make try           run one rollout of an example agent and show what would be trained"
 	@echo "make lint          ruff, mypy, import-linter"
 	@echo "make test-openai3  the tests that use the openai client, under openai 3"
 	@echo "make venv          only set up the environment"
@@ -44,8 +45,11 @@ test: $(STAMP)
 	$(BIN)/python -m coverage report --include='*/turnleaf/core/*' --fail-under=95
 
 demo: $(STAMP)
-	$(BIN)/turnleaf try $(DEMO_AGENT) --payload '$(DEMO_PAYLOAD)' \
-		--reply '<tool_call>$(DEMO_CALL)</tool_call>' --reply '17 * 23 is 391.'
+	$(BIN)/turnleaf demo
+
+try: $(STAMP)
+	$(BIN)/turnleaf try $(TRY_AGENT) --payload '$(TRY_PAYLOAD)' \
+		--reply '<tool_call>$(TRY_CALL)</tool_call>' --reply '17 * 23 is 391.'
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

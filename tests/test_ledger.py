@@ -28,7 +28,7 @@ def entry_of(rid: str, prompt: list[int], output: list[int], **changes: Any) -> 
         "input_ids": prompt,
         "output_ids": output,
         "logprobs": [-0.1 * (position + 1) for position in range(len(output))],
-        "weight_version": "default",
+        "weight_versions": [WeightSpan("default", len(output))],
         "finish": "stop",
         "completion_tokens": len(output),
         "answered": True,
@@ -38,7 +38,6 @@ def entry_of(rid: str, prompt: list[int], output: list[int], **changes: Any) -> 
 
 def turn_from(entry: LedgerEntry, index: int, **changes: Any) -> Turn:
     """The turn that a faithful gateway records of a call; `changes` may place it in the tree."""
-    spans = (WeightSpan(entry.weight_version, len(entry.output_ids)),)
     fields: dict[str, Any] = {
         "id": entry.turn_id,
         "index": index,
@@ -48,13 +47,13 @@ def turn_from(entry: LedgerEntry, index: int, **changes: Any) -> Turn:
         "output": entry.output_ids,
         "logprobs": entry.logprobs,
         "finish_reason": entry.finish,
-        "weight_versions": spans,
+        "weight_versions": entry.weight_versions,
     }
     return Turn(**{**fields, **changes})
 
 
 FIRST = entry_of("first.0", [1, 2], [3, 4])
-SECOND = entry_of("second.0", [1, 2, 3, 4, 5], [6], weight_version="2")
+SECOND = entry_of("second.0", [1, 2, 3, 4, 5], [6], weight_versions=[WeightSpan("2", 1)])
 LEFT_OUT = entry_of("left-out.0", [1, 2, 9], [7, 8])
 CALLS = [FIRST, SECOND, LEFT_OUT]
 SHORT = {"logprobs": [-0.1], "weight_versions": ()}
@@ -105,6 +104,15 @@ def test_two_samples_of_one_prompt_are_both_trained() -> None:
     report = compare(entries, [trajectory])
     report.raise_for_problems()
     assert report.trained == 4
+
+
+def test_weights_that_changed_during_a_call_are_compared_span_by_span() -> None:
+    spans = [WeightSpan("1", 2), WeightSpan("2", 1)]
+    entry = entry_of("a.0", [1], [2, 3, 4], weight_versions=spans)
+    compare([entry], [Trajectory([turn_from(entry, 0)])]).raise_for_problems()
+    moved = turn_from(entry, 0, weight_versions=[WeightSpan("1", 1), WeightSpan("2", 2)])
+    with pytest.raises(AssertionError, match="turn a: not the weight_versions of call"):
+        compare([entry], [Trajectory([moved])]).raise_for_problems()
 
 
 @pytest.mark.parametrize(

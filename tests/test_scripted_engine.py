@@ -263,6 +263,31 @@ async def test_a_pause_aborts_what_runs_and_holds_up_the_rest(
     assert versions == ["default", "2"]
 
 
+async def test_a_pause_that_retracts_aborts_nothing(
+    scripted_engine: StartEngine, http: httpx.AsyncClient
+) -> None:
+    engine, url = await scripted_engine({"*": [{"ids": [1, 2], "hang": True}, {"ids": [3]}]})
+    responses: dict[str, httpx.Response] = {}
+
+    async def call(rid: str) -> None:
+        responses[rid] = await generate(http, url, body_for(rid))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call, "a.0")
+        await until(lambda: len(engine.calls) == 1)
+        await http.post(f"{url}/pause_generation", json={"mode": "retract"})
+        tasks.start_soon(call, "b.0")
+        await until(lambda: len(engine.calls) == 2)
+        assert not engine.calls[0].aborted
+        update = {"model_path": "none", "weight_version": "2"}
+        assert (await http.post(f"{url}/update_weights_from_disk", json=update)).is_success
+        await http.post(f"{url}/continue_generation")
+        await until(lambda: "b.0" in responses)
+        await http.post(f"{url}/abort_request", json={"rid": "a.0"})
+    assert sampled(responses["b.0"]) == [3]
+    assert responses["b.0"].json()["meta_info"]["weight_version"] == "2"
+
+
 async def test_a_call_aborted_during_a_pause_sampled_nothing(
     scripted_engine: StartEngine, http: httpx.AsyncClient
 ) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `turnleaf try` runs one rollout and shows what of it would be trained."""
+"""The command line: `turnleaf try` shows one rollout, `turnleaf demo` trains a small policy."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `turnleaf` with these arguments, by default the process's own, and exit.
 
-    Exit codes: 0 the rollout completed, 1 it did not, 2 wrong use or set-up, 130 interrupted.
+    Exit codes: 0 all went well, 1 the rollout failed or the demo's books do not balance, 2 wrong
+    use or set-up, 130 interrupted.
     """
     try:
         from turnleaf.cli._app import run

@@ -5,14 +5,17 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn, TextIO
 
+import attrs
 import typer
 from rich.console import Console
 
 from turnleaf import __version__
+from turnleaf.adapters.mock import Recipe
+from turnleaf.cli._demo import demo
 from turnleaf.cli._document import document
 from turnleaf.cli._leaving import leave
 from turnleaf.cli._notes import notes, unreachable
@@ -134,31 +137,73 @@ def try_agent(
         config=config,
         max_rollout_time=max_rollout_time,
     )
+
+    def work(service: Service, stdout: TextIO) -> int:
+        return _try(options, service, stdout, as_json=json_output)
+
+    _carry_out("try", work)
+
+
+@app.command("demo")
+def train_demo(
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, max=2**31 - 1, help="Of every random draw.")
+    ] = 0,
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How often the policy learns.")
+    ] = Recipe().steps,
+    learning_rate: Annotated[
+        float, typer.Option(metavar="RATE", min=0.0, help="0 trains nothing: a control.")
+    ] = Recipe().learning_rate,
+    json_output: Annotated[
+        bool,
+        typer.Option("--json", help="Print the summary as one JSON object; progress on stderr."),
+    ] = False,
+) -> None:
+    """Watch a tiny policy learn through the whole path, on this machine's CPU.
+
+    An agent behind HTTP asks the gateway for the largest of five digits. What the policy samples
+    becomes turns, leaves and samples; it learns from them, and the engine gets its new weights.
+    Everything is kept in runs/, and every sampled token is accounted for at the end.
+
+    Exit codes: 0 every token is accounted for, 1 one is not, 2 wrong use or set-up, or a part that
+    broke down, 130 interrupted.
+    """
+    recipe = attrs.evolve(Recipe(), steps=steps, learning_rate=learning_rate)
+
+    def work(service: Service, stdout: TextIO) -> int:
+        return demo(recipe, seed, service, stdout, as_json=json_output)
+
+    _carry_out("demo", work)
+
+
+def _carry_out(command: str, work: Callable[[Service, TextIO], int]) -> NoReturn:
+    """Do a command's work in a service of its own, and exit with its code."""
     earlier = threading.enumerate()
     service = Service()
     with reserved_stdout() as stdout, _without_warnings("turnleaf.core"):
         try:
-            code = _try(options, service, stdout, as_json=json_output)
+            code = work(service, stdout)
         except TurnleafError as error:
             kind = "" if isinstance(error, ContractError) else f"{type(error).__name__}: "
-            _say(f"{kind}{error}")
+            _say(command, f"{kind}{error}")
             code = 2
         except KeyboardInterrupt:
-            _say("interrupted")
+            _say(command, "interrupted")
             code = INTERRUPTED
-        leave(service, code, earlier=earlier)
+        leave(service, code, earlier=earlier, command=command)
 
 
 def _try(options: Options, service: Service, stdout: TextIO, *, as_json: bool) -> int:
     plan = make_plan(options)
     warning = unreachable(plan.settings)
     if warning is not None:
-        _say(f"warning: {warning}")
+        _say("try", f"warning: {warning}")
     # In the service's thread, as in training, so that an agent that blocks it can be interrupted.
     outcome = service.call(run_once, plan, service)
     if as_json:
         for note in notes(plan, outcome):
-            _say(outcome.hide(note))
+            _say("try", outcome.hide(note))
         write(stdout, document(plan, outcome) + "\n")
     else:
         console = Console(file=stdout, highlight=False)
@@ -168,8 +213,8 @@ def _try(options: Options, service: Service, stdout: TextIO, *, as_json: bool) -
     return outcome.exit_code
 
 
-def _say(text: str) -> None:
-    typer.echo(f"turnleaf try: {text}", err=True)
+def _say(command: str, text: str) -> None:
+    typer.echo(f"turnleaf {command}: {text}", err=True)
 
 
 @contextlib.contextmanager

@@ -14,11 +14,14 @@ __all__ = ["leave"]
 
 GRACE = 3.0
 """Seconds for a cancelled agent's clean-up and, after ctrl-C, for children to end."""
+STILL = {"try": "the agent still runs", "demo": "something still runs"}
 THREAD_GRACE = 0.5
 """Seconds for idle threads to end."""
 
 
-def leave(service: Service, code: int, *, earlier: Collection[threading.Thread]) -> NoReturn:
+def leave(
+    service: Service, code: int, *, earlier: Collection[threading.Thread], command: str
+) -> NoReturn:
     """Close the service and exit with `code`, even when an agent that was cut off still runs.
 
     Nothing can stop a thread, and the interpreter would wait for it: then the process ends at
@@ -37,6 +40,6 @@ def leave(service: Service, code: int, *, earlier: Collection[threading.Thread])
             thread.join(max(0.0, end - time.monotonic()))
         if not any(thread.is_alive() for thread in started):
             sys.exit(code)
-    sys.stderr.write("turnleaf try: the agent still runs in this process, which now ends\n")
+    sys.stderr.write(f"turnleaf {command}: {STILL[command]} in this process, which now ends\n")
     sys.stderr.flush()
     os._exit(code)

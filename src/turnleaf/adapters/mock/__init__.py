@@ -1,28 +1,68 @@
-"""What offline tests and the demo need: a scripted engine with a ledger, and the books' check."""
+"""What offline tests and the demo need: engines that speak SGLang's protocol and keep a ledger, one
+scripted and one that samples with a small policy; the books' check; and what that policy learns."""
 
 from turnleaf.adapters.mock._balance import LedgerReport, Loss, compare
+from turnleaf.adapters.mock._blas import use_one_blas_thread
+from turnleaf.adapters.mock._calls import Call, MockEngine
 from turnleaf.adapters.mock._checkpoint import cached_checkpoint, write_checkpoint
+from turnleaf.adapters.mock._demo import Watcher, run_demo
+from turnleaf.adapters.mock._demo_summary import Counts, Summary
 from turnleaf.adapters.mock._engine_app import engine_app, serve_engine
 from turnleaf.adapters.mock._ledger import Ledger, LedgerEntry
+from turnleaf.adapters.mock._policy import Policy, Shape
+from turnleaf.adapters.mock._policy_engine import PolicyEngine
+from turnleaf.adapters.mock._policy_training import (
+    Learner,
+    TrainingSample,
+    UpdateReport,
+    sequence_logprobs,
+)
+from turnleaf.adapters.mock._recipe import Recipe
+from turnleaf.adapters.mock._rollouts import Request, Rollouts
+from turnleaf.adapters.mock._samples import Sample, samples_of, training_samples
 from turnleaf.adapters.mock._script import Reply, ReplyFunction, Script
-from turnleaf.adapters.mock._scripted import Call, ScriptedEngine, Tokenizer
+from turnleaf.adapters.mock._scripted import ScriptedEngine, Tokenizer
 from turnleaf.adapters.mock._tokenizer import FileTokenizer
+from turnleaf.adapters.mock._trainer import Trainer
+from turnleaf.adapters.mock._warm_up import Conversation, warmed_up
 
 __all__ = [
     "Call",
+    "Conversation",
+    "Counts",
     "FileTokenizer",
+    "Learner",
     "Ledger",
     "LedgerEntry",
     "LedgerReport",
     "Loss",
+    "MockEngine",
+    "Policy",
+    "PolicyEngine",
+    "Recipe",
     "Reply",
     "ReplyFunction",
+    "Request",
+    "Rollouts",
+    "Sample",
     "Script",
     "ScriptedEngine",
+    "Shape",
+    "Summary",
     "Tokenizer",
+    "Trainer",
+    "TrainingSample",
+    "UpdateReport",
+    "Watcher",
     "cached_checkpoint",
     "compare",
     "engine_app",
+    "run_demo",
+    "samples_of",
+    "sequence_logprobs",
     "serve_engine",
+    "training_samples",
+    "use_one_blas_thread",
+    "warmed_up",
     "write_checkpoint",
 ]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from turnleaf.adapters.mock._ledger import LedgerEntry
-from turnleaf.core import Exclusion, Leaf, Trajectory, Turn, WeightSpan
+from turnleaf.core import Exclusion, Leaf, Trajectory, Turn
 
 __all__ = ["LedgerReport", "Loss", "compare"]
 
@@ -117,13 +117,12 @@ def _recorded(turn: Turn, attempts: list[LedgerEntry]) -> LedgerEntry | None:
 
 def _turn_problems(trajectory: Trajectory, turn: Turn, entry: LedgerEntry) -> Iterator[str]:
     path = trajectory.tokens_through(turn.id)
-    sampled = (WeightSpan(entry.weight_version, len(entry.output_ids)),)
     for name, same in (
         ("prompt", np.array_equal(path[: len(path) - len(turn.output)], entry.input_ids)),
         ("output", np.array_equal(turn.output, entry.output_ids)),
         ("logprobs", np.array_equal(turn.logprobs, entry.logprobs.astype(np.float32))),
         ("finish_reason", turn.finish_reason == entry.finish),
-        ("weight_versions", turn.weight_versions == sampled),
+        ("weight_versions", turn.weight_versions == entry.weight_versions),
     ):
         if not same:
             yield f"turn {turn.id}: not the {name} of call {entry.rid}"

@@ -1,12 +1,14 @@
-"""The scripted engine on SGLang's wire: `/generate` and what a trainer calls besides."""
+"""A mock engine on SGLang's wire: `/generate` and what a trainer calls besides."""
 
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import anyio
+import attrs
 import numpy as np
 import orjson
 from starlette.applications import Starlette
@@ -15,7 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from turnleaf.adapters.mock._scripted import Answer, Call, Failure, ScriptedEngine
+from turnleaf.adapters.mock._calls import Answer, Call, Failure, MockEngine
+from turnleaf.core import ContractError
 from turnleaf.gateway._serving import BACKLOG, served
 
 __all__ = ["engine_app", "serve_engine"]
@@ -32,16 +35,40 @@ class _BrokenOff:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
-def engine_app(engine: ScriptedEngine) -> Starlette:
-    """The ASGI app: `/generate` (unstreamed), `/abort_request`, `/pause_generation`,
-    `/continue_generation`, `/health` and `/get_model_info`. It is no router: `/workers` is a 404.
+def engine_app(engine: MockEngine) -> Starlette:
+    """The ASGI app: `/generate` (unstreamed), `/abort_request`, `/pause_generation` (with SGLang's
+    modes "abort" and "retract"), `/continue_generation`, `/update_weights_from_disk`, `/health`
+    and `/get_model_info`. It is no router: `/workers` is a 404.
     """
+    handlers = _Handlers(engine)
+    return Starlette(
+        routes=[
+            Route("/generate", handlers.generate, methods=["POST"]),
+            Route("/abort_request", handlers.abort_request, methods=["POST"]),
+            Route("/pause_generation", handlers.pause_generation, methods=["POST"]),
+            Route("/continue_generation", handlers.continue_generation, methods=["POST"]),
+            Route("/update_weights_from_disk", handlers.update_weights_from_disk, methods=["POST"]),
+            Route("/health", handlers.health),
+            Route("/get_model_info", handlers.get_model_info),
+        ],
+        exception_handlers={_BadRequestError: _refused},
+    )
 
-    async def generate(request: Request) -> Any:
-        try:
-            call = _call(await _json(request), request.headers.get("x-smg-routing-key", ""))
-        except ValueError as error:
-            return _error(400, str(error))
+
+class _BadRequestError(Exception):
+    """A request that is refused with a 400."""
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    return _error(400, str(error))
+
+
+@attrs.frozen
+class _Handlers:
+    engine: MockEngine
+
+    async def generate(self, request: Request) -> Any:
+        call = _call(await _json(request), request.headers.get("x-smg-routing-key", ""))
         outcome = None
         async with anyio.create_task_group() as tasks:
 
@@ -51,7 +78,7 @@ def engine_app(engine: ScriptedEngine) -> Starlette:
                 call.lose_client()
 
             tasks.start_soon(notice_departure)
-            outcome = await engine.generate(call)
+            outcome = await self.engine.generate(call)
             tasks.cancel_scope.cancel()
         match outcome:
             case Answer(body):
@@ -61,42 +88,47 @@ def engine_app(engine: ScriptedEngine) -> Starlette:
             case _:
                 return _BrokenOff()
 
-    async def abort_request(request: Request) -> Response:
-        try:
-            body = await _json(request)
-        except ValueError as error:
-            return _error(400, str(error))
+    async def abort_request(self, request: Request) -> Response:
+        body = await _json(request)
         if body.get("abort_all") is True:
-            engine.abort_all()
+            self.engine.abort_all()
         else:
-            engine.abort(str(body.get("rid", "")))
+            self.engine.abort(str(body.get("rid", "")))
         return Response()
 
-    def then_ok(action: Callable[[], None]) -> Callable[[Request], Any]:
-        async def handle(_: Request) -> Response:
-            action()
-            return Response()
+    async def pause_generation(self, request: Request) -> Response:
+        mode = (await _json(request)).get("mode", "abort")
+        if mode not in ("abort", "retract"):
+            raise _BadRequestError(f"mode: {mode!r} is neither 'abort' nor 'retract'")
+        self.engine.pause(abort=mode == "abort")
+        return Response()
 
-        return handle
+    async def continue_generation(self, _: Request) -> Response:
+        self.engine.resume()
+        return Response()
 
-    async def get_model_info(_: Request) -> Response:
-        return _answer({"model_path": "scripted", "weight_version": engine.weight_version})
+    async def update_weights_from_disk(self, request: Request) -> Response:
+        body = await _json(request)
+        path, version = body.get("model_path"), body.get("weight_version")
+        if not isinstance(path, str) or not isinstance(version, str | None):
+            raise _BadRequestError("model_path or weight_version: not a path or not a name")
+        try:
+            await self.engine.update_weights(Path(path), version)
+        except ContractError as error:
+            return _answer({"success": False, "message": str(error)}, 400)
+        return _answer({"success": True, "message": "the weights are updated"})
 
-    return Starlette(
-        routes=[
-            Route("/generate", generate, methods=["POST"]),
-            Route("/abort_request", abort_request, methods=["POST"]),
-            Route("/pause_generation", then_ok(engine.pause), methods=["POST"]),
-            Route("/continue_generation", then_ok(engine.resume), methods=["POST"]),
-            Route("/health", then_ok(lambda: None)),
-            Route("/get_model_info", get_model_info),
-        ]
-    )
+    async def health(self, _: Request) -> Response:
+        return Response()
+
+    async def get_model_info(self, _: Request) -> Response:
+        engine = self.engine
+        return _answer({"model_path": engine.model_path, "weight_version": engine.weight_version})
 
 
 @asynccontextmanager
 async def serve_engine(
-    engine: ScriptedEngine, *, host: str = "127.0.0.1", port: int = 0
+    engine: MockEngine, *, host: str = "127.0.0.1", port: int = 0
 ) -> AsyncIterator[str]:
     """Serve the engine in this event loop until the context is left; yields its URL.
 
@@ -111,43 +143,52 @@ async def serve_engine(
 
 
 async def _json(request: Request) -> dict[str, Any]:
-    """The request's body; ValueError when it is too long or no object."""
+    """The request's body; _BadRequestError when it is too long or no object."""
     body = bytearray()
     try:
         async for chunk in request.stream():
             body += chunk
             if len(body) > _MAX_BODY:
-                raise ValueError(f"the body has more than {_MAX_BODY} bytes")
+                raise _BadRequestError(f"the body has more than {_MAX_BODY} bytes")
     except ClientDisconnect:
-        raise ValueError("the client left before the end of its request") from None
-    value = orjson.loads(bytes(body) or b"{}")
+        raise _BadRequestError("the client left before the end of its request") from None
+    try:
+        value = orjson.loads(bytes(body) or b"{}")
+    except orjson.JSONDecodeError as error:
+        raise _BadRequestError(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError("the body is no object")
+        raise _BadRequestError("the body is no object")
     return value
 
 
 def _call(body: dict[str, Any], routing_key: str) -> Call:
-    """The call that a body of `/generate` asks for; ValueError when it is not one."""
+    """The call that a body of `/generate` asks for; _BadRequestError when it is not one."""
     if body.get("stream"):
-        raise ValueError("stream: the scripted engine answers unstreamed calls only")
+        raise _BadRequestError("stream: this engine answers unstreamed calls only")
     if body.get("return_logprob") is not True:
-        raise ValueError("return_logprob: the scripted engine always returns log-probabilities")
+        raise _BadRequestError("return_logprob: this engine always returns log-probabilities")
     ids = body.get("input_ids")
     if not isinstance(ids, list) or not ids:
-        raise ValueError("input_ids: a list of ids is needed")
+        raise _BadRequestError("input_ids: a list of ids is needed")
     if not all(type(token_id) is int and 0 <= token_id <= _MAX_ID for token_id in ids):
-        raise ValueError("input_ids: not all are ids")
+        raise _BadRequestError("input_ids: not all are ids")
     sampling = body.get("sampling_params", {})
     if not isinstance(sampling, dict):
-        raise ValueError("sampling_params: not an object")
+        raise _BadRequestError("sampling_params: not an object")
     limit = sampling.get("max_new_tokens", 0)
     if type(limit) is not int or limit < 0:
-        raise ValueError(f"sampling_params.max_new_tokens: {limit!r} is not a number of tokens")
+        raise _BadRequestError(
+            f"sampling_params.max_new_tokens: {limit!r} is not a number of tokens"
+        )
+    start = body.get("logprob_start_len", -1)
+    if type(start) is not int or start not in (-1, 0):
+        raise _BadRequestError(f"logprob_start_len: {start!r} is neither -1 nor 0")
     return Call(
         rid=str(body.get("rid", "")),
         routing_key=unquote(routing_key),
         input_ids=np.array(ids, dtype=np.int32),
         sampling=sampling,
+        logprob_start_len=start,
     )
 
 

@@ -1,6 +1,6 @@
 """What an engine sampled, call by call, and whether all of it is accounted for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from turnleaf.core import FinishReason, TokenIds
+from turnleaf.core import FinishReason, TokenIds, WeightSpan
 
 __all__ = ["Ledger", "LedgerEntry", "turn_of"]
 
@@ -20,6 +20,12 @@ def _int32(values: Any) -> TokenIds:
 
 def _float64(values: Any) -> npt.NDArray[np.float64]:
     return np.asarray(values, dtype=np.float64)
+
+
+def _spans(values: Iterable[WeightSpan | dict[str, Any]]) -> tuple[WeightSpan, ...]:
+    return tuple(
+        value if isinstance(value, WeightSpan) else WeightSpan(**value) for value in values
+    )
 
 
 def turn_of(rid: str) -> str:
@@ -34,8 +40,9 @@ class LedgerEntry:
 
     rid: of the attempt. turn_id: the rid without the attempt. input_ids: int32[p], the prompt as
     it arrived. output_ids: int32[n], n > 0. logprobs: float64[n], as they went out.
-    completion_tokens: how many output tokens the reply claimed; n, unless a script lied.
-    answered: whether an answer left the engine.
+    weight_versions: which weights sampled which of them; counts sum to n. completion_tokens: how
+    many output tokens the reply claimed; n, unless a script lied. answered: whether an answer left
+    the engine.
     """
 
     rid: str
@@ -44,7 +51,7 @@ class LedgerEntry:
     input_ids: TokenIds = attrs.field(converter=_int32)
     output_ids: TokenIds = attrs.field(converter=_int32)
     logprobs: npt.NDArray[np.float64] = attrs.field(converter=_float64)
-    weight_version: str
+    weight_versions: tuple[WeightSpan, ...] = attrs.field(converter=_spans)
     finish: FinishReason
     completion_tokens: int
     answered: bool
@@ -73,7 +80,7 @@ class Ledger:
         """Add a call."""
         self._entries.append(entry)
         if self._path is not None:
-            fields = attrs.asdict(entry, recurse=False)
+            fields = attrs.asdict(entry)
             line = orjson.dumps(
                 fields, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
             )

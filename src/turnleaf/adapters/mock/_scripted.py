@@ -6,17 +6,19 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
 import attrs
 import numpy as np
 
+from turnleaf.adapters.mock._calls import Answer, Call, Failure, Outcome, finish_reason_body
 from turnleaf.adapters.mock._ledger import Ledger, LedgerEntry, turn_of
 from turnleaf.adapters.mock._script import Reply, ReplyFunction, Script, parse_reply, parse_script
-from turnleaf.core import ContractError, FinishReason, TokenIds
+from turnleaf.core import ContractError, FinishReason, TokenIds, WeightSpan
 
-__all__ = ["Answer", "Call", "Failure", "Outcome", "ScriptedEngine", "Tokenizer"]
+__all__ = ["ScriptedEngine", "Tokenizer"]
 
 _REMEMBERED_SEQUENCES = 64
 _DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
@@ -28,52 +30,6 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
-
-
-@attrs.define(eq=False)
-class Call:
-    """One `/generate` request. aborted, gone: it was aborted; its client went away."""
-
-    rid: str
-    routing_key: str
-    input_ids: TokenIds
-    sampling: Mapping[str, Any]
-    aborted: bool = False
-    gone: bool = False
-    _interrupted: anyio.Event = attrs.field(init=False, factory=anyio.Event)
-
-    def abort(self) -> None:
-        """End the sampling and answer with what there is."""
-        self.aborted = True
-        self._interrupted.set()
-
-    def lose_client(self) -> None:
-        """End the sampling; there is nobody to answer."""
-        self.gone = True
-        self._interrupted.set()
-
-    async def interrupted(self) -> None:
-        """Wait until either happens."""
-        await self._interrupted.wait()
-
-
-@attrs.frozen
-class Answer:
-    """A reply in SGLang's shape."""
-
-    body: dict[str, Any]
-
-
-@attrs.frozen
-class Failure:
-    """An error instead of a reply."""
-
-    status: int
-    message: str
-
-
-Outcome = Answer | Failure | None
-"""None: the connection ends without an answer."""
 
 
 @attrs.frozen
@@ -122,6 +78,7 @@ class ScriptedEngine:
         self._repeat = repeat
         self._seed = seed
         self.ledger = Ledger() if ledger is None else ledger
+        self.model_path = "scripted"
         self.weight_version = "default"
         self.calls: list[Call] = []
         self._played: Counter[str] = Counter()
@@ -188,14 +145,19 @@ class ScriptedEngine:
         for call in self._running:
             call.abort()
 
-    def pause(self) -> None:
-        """What a trainer does before it updates weights: abort every call, start none."""
+    def pause(self, *, abort: bool = True) -> None:
+        """Start no calls, and abort those that run or let them."""
         self._unpaused = anyio.Event()
-        self.abort_all()
+        if abort:
+            self.abort_all()
 
     def resume(self) -> None:
         """Start calls again."""
         self._unpaused.set()
+
+    async def update_weights(self, path: Path, version: str | None) -> None:
+        """Take the name of the new weights; a script needs none."""
+        self.weight_version = self.weight_version if version is None else version
 
     @contextmanager
     def _registered(self, call: Call) -> Iterator[None]:
@@ -211,7 +173,7 @@ class ScriptedEngine:
         async with anyio.create_task_group() as tasks:
 
             async def end_when_interrupted() -> None:
-                await call.interrupted()
+                await call.ended()
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(end_when_interrupted)
@@ -279,7 +241,7 @@ class ScriptedEngine:
                     input_ids=call.input_ids,
                     output_ids=sample.ids,
                     logprobs=sample.logprobs,
-                    weight_version=self.weight_version,
+                    weight_versions=(WeightSpan(self.weight_version, len(sample.ids)),),
                     finish=sample.finish,
                     completion_tokens=completion_tokens,
                     answered=answered,
@@ -292,7 +254,7 @@ class ScriptedEngine:
         tail = call.input_ids[len(call.input_ids) - reply.prompt_tail :].tolist()
         meta_info = {
             "id": call.rid,
-            "finish_reason": _finish_reason(sample),
+            "finish_reason": finish_reason_body(sample.finish, sample.matched, len(sample.ids)),
             "prompt_tokens": len(call.input_ids),
             "completion_tokens": completion_tokens,
             "cached_tokens": cached_tokens,
@@ -324,13 +286,3 @@ def _common(one: TokenIds, other: TokenIds) -> int:
     length = min(len(one), len(other))
     different = np.flatnonzero(one[:length] != other[:length])
     return int(different[0]) if len(different) else length
-
-
-def _finish_reason(sample: _Sample) -> dict[str, Any]:
-    match sample.finish:
-        case "stop":
-            return {"type": "stop", "matched": sample.matched}
-        case "length":
-            return {"type": "length", "length": len(sample.ids)}
-        case "abort":
-            return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}

@@ -1,0 +1,68 @@
+"""`python -m turnleaf.adapters.mock.policy_engine`: the policy's engine as a child process.
+
+Configuration, one line of JSON on stdin: `weights` (path of an .npz file), `stop_token_id`, and
+optionally `seed`, `weight_version`, `ledger` (path of the ledger.jsonl to append to), `host` and
+`port`. Its readiness line is `{"url": …}`.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import attrs
+
+from turnleaf.adapters.mock._blas import use_one_blas_thread
+from turnleaf.adapters.mock._engine_app import serve_engine
+from turnleaf.adapters.mock._ledger import Ledger
+from turnleaf.adapters.mock._policy import Policy
+from turnleaf.adapters.mock._policy_engine import PolicyEngine
+from turnleaf.core import ContractError
+from turnleaf.gateway._child import announce, announce_error, read_config, until_stdin_closes
+
+
+@attrs.frozen
+class _Config:
+    weights: str
+    stop_token_id: int
+    seed: int = 0
+    weight_version: str = "default"
+    ledger: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+def _configured(values: dict[str, Any]) -> _Config:
+    try:
+        return _Config(**values)
+    except TypeError as error:
+        raise ContractError(f"the policy engine's configuration: {error.args[0]}") from None
+
+
+async def _serve() -> None:
+    config = _configured(read_config())
+    engine = PolicyEngine(
+        Policy.load(Path(config.weights)),
+        stop_token_id=config.stop_token_id,
+        seed=config.seed,
+        ledger=Ledger(None if config.ledger is None else Path(config.ledger)),
+        model_path=config.weights,
+        weight_version=config.weight_version,
+    )
+    async with engine.sampling(), serve_engine(engine, host=config.host, port=config.port) as url:
+        announce({"url": url})
+        await until_stdin_closes()
+
+
+def main() -> None:
+    """Serve until stdin closes."""
+    use_one_blas_thread()
+    try:
+        anyio.run(_serve)
+    except (ContractError, OSError) as error:
+        announce_error(str(error))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
