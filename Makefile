@@ -5,6 +5,7 @@ CONSTRAINTS ?= constraints/dev.txt
 OVERRIDES ?=
 PYTHON ?=
 PYTEST_ARGS ?=
+PYTEST_WORKERS ?= 2
 
 TRY_AGENT = examples/calculator/agent.py:run
 TRY_PAYLOAD = {"prompt": "What is 17 * 23?", "answer": 391}
@@ -29,7 +30,7 @@ help:
 	@echo "make venv          only set up the environment"
 	@echo "make clean         remove the environments, caches and build products"
 	@echo
-	@echo "Variables: PYTHON=…, VENV=$(VENV), CONSTRAINTS=$(CONSTRAINTS), OVERRIDES=…, PYTEST_ARGS=…"
+	@echo "Variables: PYTHON=…, VENV=$(VENV), CONSTRAINTS=$(CONSTRAINTS), OVERRIDES=…, PYTEST_ARGS=…, PYTEST_WORKERS=$(PYTEST_WORKERS)"
 	@echo "With TURNLEAF_REQUIRE_ALL=1 a skipped test fails."
 
 venv: $(STAMP)
@@ -41,7 +42,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) $(OVERRIDES) scripts/make-venv scripts/f
 	@touch $@
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --cov --cov-report= $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(PYTEST_WORKERS) --cov --cov-report= $(PYTEST_ARGS)
 	$(BIN)/python -m coverage report --include='*/turnleaf/core/*' --fail-under=95
 
 demo: $(STAMP)

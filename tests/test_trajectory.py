@@ -45,16 +45,16 @@ def origins(trajectory: Trajectory) -> dict[str, list[Position]]:
 
 
 def is_last(trajectory: Trajectory, turn: Turn) -> bool:
-    """Not excluded, and nothing that is not excluded below it through extending turns."""
+    """Not excluded, and on the path of nothing below it that is not excluded as a whole."""
 
-    def anything_below(above: Turn) -> bool:
+    def is_kept_whole_below(above: Turn) -> bool:
         return any(
-            child.excluded is None or anything_below(child)
+            child.excluded is None or is_kept_whole_below(child)
             for child in trajectory.turns
-            if child.parent == above.id and child.keep == above.end
+            if child.parent == above.id and child.keep >= turn.end
         )
 
-    return turn.excluded is None and not anything_below(turn)
+    return turn.excluded is None and not is_kept_whole_below(turn)
 
 
 def expected_leaves(trajectory: Trajectory) -> list[tuple[str, dict[int, Position], list[str]]]:
