@@ -27,6 +27,7 @@ from turnleaf.adapters.mock import (
     run_demo,
     sequence_logprobs,
 )
+from turnleaf.adapters.mock._demo_summary import Tally
 from turnleaf.adapters.mock.demo_agent import run
 from turnleaf.cli import main
 from turnleaf.cli._demo import demo as show_demo
@@ -413,3 +414,12 @@ def test_a_folder_that_cannot_be_written_is_named(
         main(["demo"])
     assert exited.value.code == 2
     assert f"the folder {tmp_path}/runs cannot be written" in capfd.readouterr().err
+
+
+def test_a_difference_that_is_no_number_is_a_problem(tmp_path: Path) -> None:
+    tally = Tally(tmp_path)
+    (tmp_path / "ledger.jsonl").touch()
+    tally.trained(0, [], [], float("nan"))
+    assert any("log-probability differs" in problem for problem in tally.problems())
+    tally.trained(1, [], [], 0.0)
+    assert any("log-probability differs" in problem for problem in tally.problems())

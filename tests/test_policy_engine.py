@@ -1,5 +1,6 @@
 """The policy's engine, through the client that talks to SGLang."""
 
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -334,4 +335,14 @@ async def test_the_program(tmp_path: Path) -> None:
     ):
         with pytest.raises(ContractError, match=complaint):
             async with child_process(module, wrong):
+                pass
+
+
+async def test_a_taken_port_is_announced(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.npz"
+    Policy.random(Shape(vocabulary=(5, 6, 7)), 0).save(weights)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = {"weights": str(weights), "stop_token_id": 7, "port": taken.getsockname()[1]}
+        with pytest.raises(ContractError, match="in use"):
+            async with child_process("turnleaf.adapters.mock.policy_engine", config):
                 pass

@@ -103,3 +103,12 @@ def test_a_warm_up_is_the_seeds_own(conversation: Conversation) -> None:
     one, same, other = (warmed_up(conversation, short, seed).vector for seed in (0, 0, 1))
     np.testing.assert_array_equal(one, same)
     assert (one != other).any()
+
+
+def test_held_out_problems_are_none_of_the_rows() -> None:
+    rows = problems(400, seed=0, purpose="train")
+    drawn = problems(500, seed=0, purpose="held-out")
+    held_out = problems(500, seed=0, purpose="held-out", without=set(rows))
+    assert len(held_out) == 500
+    assert set(drawn) & set(rows)
+    assert not set(held_out) & set(rows)

@@ -2,7 +2,7 @@
 
 from turnleaf.core._advantages import ESTIMATORS, group_advantages
 from turnleaf.core._background import Background
-from turnleaf.core._described import described
+from turnleaf.core._described import described, unwrapped
 from turnleaf.core._errors import *  # noqa: F403  # the error tree is public as a whole
 from turnleaf.core._errors import __all__ as _errors
 from turnleaf.core._protocols import Gateway, Key, Purpose, RolloutSession
@@ -53,4 +53,5 @@ __all__ = [
     "is_interrupt",
     "run_rollout",
     "start_task",
+    "unwrapped",
 ]

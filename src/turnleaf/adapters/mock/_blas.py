@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 
 __all__ = ["use_one_blas_thread"]
@@ -14,6 +15,7 @@ _SETTERS = (
     "openblas_set_num_threads",
     "MKL_Set_Num_Threads",
 )
+_SUFFIXES = tuple(EXTENSION_SUFFIXES)
 _EXTENSIONS = ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath")
 
 
@@ -29,7 +31,8 @@ def use_one_blas_thread() -> bool:
             spec = find_spec(extension)
         except ModuleNotFoundError:
             continue
-        if spec is None or spec.origin is None:
+        # The name of the other version's module is kept as a Python file that warns.
+        if spec is None or spec.origin is None or not spec.origin.endswith(_SUFFIXES):
             continue
         loaded = ctypes.CDLL(spec.origin)  # a name is looked up in what it depends on, too
         for name in _SETTERS:

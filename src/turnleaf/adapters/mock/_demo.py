@@ -23,8 +23,7 @@ from turnleaf.adapters.mock._samples import samples_of
 from turnleaf.adapters.mock._task import REWARDS, problems
 from turnleaf.adapters.mock._trainer import Trainer
 from turnleaf.adapters.mock._warm_up import Conversation, warmed_up
-from turnleaf.core import Background, GatewayError, Rollout, StartRate
-from turnleaf.core._described import unwrapped
+from turnleaf.core import Background, GatewayError, Rollout, StartRate, unwrapped
 from turnleaf.sessions import session_factory
 
 __all__ = ["Watcher", "run_demo"]
@@ -167,7 +166,16 @@ class _Demo:
     tally: Tally
     watcher: Watcher
     clock: _Clock
+    _rows: list[tuple[int, ...]] = attrs.field(init=False)
+    _held_out: list[tuple[int, ...]] = attrs.field(init=False)
     _failed_in_a_row: int = attrs.field(init=False, default=0)
+
+    def __attrs_post_init__(self) -> None:
+        count = self.recipe.steps * self.recipe.prompts
+        self._rows = problems(count, seed=self.seed, purpose="train")
+        self._held_out = problems(
+            self.recipe.held_out, seed=self.seed, purpose="held-out", without=set(self._rows)
+        )
 
     async def publish(self, step: int) -> None:
         """Have the engine sample with the weights that this step begins with."""
@@ -175,11 +183,10 @@ class _Demo:
 
     async def accuracy(self, when: str) -> float:
         """Share of first answers to the held-out problems that are right; a failure is wrong."""
-        held_out = problems(self.recipe.held_out, seed=self.seed, purpose="held-out")
-        self.watcher.phase(f"accuracy {when}", len(held_out))
+        self.watcher.phase(f"accuracy {when}", len(self._held_out))
         requests = [
             self._request(f"eval-{when}-{number}", number, HELD_OUT + number, digits, 1)
-            for number, digits in enumerate(held_out)
+            for number, digits in enumerate(self._held_out)
         ]
         with self.clock.phase("evaluation"):
             rollouts = await self.rollouts.run(requests, purpose="eval", done=self._done)
@@ -196,9 +203,9 @@ class _Demo:
             rollouts = await self.rollouts.run(requests, purpose="train", done=self._done)
         with self.clock.phase("updates"):
             samples = samples_of(requests, rollouts)
-            difference = self.trainer.logprob_difference(samples)
+            difference = await anyio.to_thread.run_sync(self.trainer.logprob_difference, samples)
             self.tally.trained(step, rollouts, samples, difference)
-            self.trainer.learn(samples)
+            await anyio.to_thread.run_sync(self.trainer.learn, samples)
             await self.publish(step + 1)
         reward = float(np.mean([rollout.reward or 0.0 for rollout in rollouts]))
         self.watcher.stepped(reward)
@@ -207,9 +214,10 @@ class _Demo:
     def _requests(self, step: int) -> list[Request]:
         """A step's groups: each of its rows, as often as a group has rollouts."""
         first, end = step * self.recipe.prompts, (step + 1) * self.recipe.prompts
-        rows = problems(end, seed=self.seed, purpose="train")
         return [
-            self._request(f"train-{step}-{rollout}", group, rollout, rows[group], len(REWARDS))
+            self._request(
+                f"train-{step}-{rollout}", group, rollout, self._rows[group], len(REWARDS)
+            )
             for group in range(first, end)
             for rollout in range(group * self.recipe.rollouts, (group + 1) * self.recipe.rollouts)
         ]

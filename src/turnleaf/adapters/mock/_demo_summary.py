@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
+import numpy as np
 
 from turnleaf.adapters.mock._balance import compare
 from turnleaf.adapters.mock._ledger import Ledger
@@ -91,7 +92,8 @@ class Tally:
         trained = sum(int(sample.leaf.loss_mask.sum()) for sample in samples)
         counts.trained_tokens += trained
         counts.masked_tokens += sum(len(sample.leaf.tokens) for sample in samples) - trained
-        counts.max_logprob_difference = max(counts.max_logprob_difference, difference)
+        # numpy's, unlike Python's, keeps a nan.
+        counts.max_logprob_difference = float(np.maximum(counts.max_logprob_difference, difference))
         self._collect(rollouts)
         with (self._folder / "samples.jsonl").open("a", encoding="utf-8") as file:
             for sample in samples:
@@ -102,7 +104,7 @@ class Tally:
         report = compare(Ledger.read(self._folder / "ledger.jsonl"), self._trajectories)
         self.counts.sampled_tokens = report.sampled
         problems = list(report.problems)
-        if self.counts.max_logprob_difference > LARGEST_DIFFERENCE:
+        if not self.counts.max_logprob_difference <= LARGEST_DIFFERENCE:
             problems.append(
                 f"a log-probability differs by {self.counts.max_logprob_difference:.1e} from the "
                 "trainer's own under the weights that sampled it"

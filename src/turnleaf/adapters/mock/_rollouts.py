@@ -14,8 +14,8 @@ from turnleaf.core import (
     RolloutSession,
     StartRate,
     run_rollout,
+    unwrapped,
 )
-from turnleaf.core._described import unwrapped
 
 __all__ = ["Request", "Rollouts"]
 

@@ -3,7 +3,8 @@
 Every text that the agent, the warm-up and the checks must agree on is here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -59,10 +60,13 @@ def problem(rng: np.random.Generator) -> tuple[int, ...]:
     return tuple(digits.tolist())
 
 
-def problems(count: int, *, seed: int, purpose: str) -> list[tuple[int, ...]]:
+def problems(
+    count: int, *, seed: int, purpose: str, without: Collection[tuple[int, ...]] = ()
+) -> list[tuple[int, ...]]:
     """Problems of a run, drawn independently for each purpose ("train", "held-out", …).
 
-    A longer list begins with the shorter one.
+    without: problems that are passed over. A longer list begins with the shorter one.
     """
     rng = np.random.default_rng([seed, *purpose.encode()])
-    return [problem(rng) for _ in range(count)]
+    drawn = iter(lambda: problem(rng), None)
+    return list(islice((digits for digits in drawn if digits not in without), count))

@@ -25,6 +25,9 @@ from turnleaf.gateway._serving import BACKLOG, served
 
 __all__ = ["agent_app", "run"]
 
+TIMEOUT = 60.0
+"""Seconds of a model call: as long as the demo's rollouts may take."""
+
 
 async def run(payload: dict[str, Any], client: openai.AsyncOpenAI) -> dict[str, Any]:
     """Ask for the largest digit until the answer is right, and return the reward.
@@ -75,7 +78,13 @@ def agent_app(client: openai.AsyncOpenAI) -> Starlette:
 async def _serve(config: dict[str, Any]) -> None:
     host, port = config.get("host", "127.0.0.1"), config.get("port", 0)
     async with AsyncExitStack() as stack:
-        client = openai.AsyncOpenAI(api_key="each rollout has its own", base_url="http://unused")
+        client = openai.AsyncOpenAI(
+            api_key="each rollout has its own",
+            base_url="http://unused",
+            # The gateway is on this machine, whatever proxies the environment names.
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+            timeout=TIMEOUT,
+        )
         stack.push_async_callback(client.close)
         listening = socket.create_server((host, port), backlog=BACKLOG)
         await stack.enter_async_context(served(agent_app(client), listening))

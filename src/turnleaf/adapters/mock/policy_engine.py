@@ -49,7 +49,7 @@ async def _serve() -> None:
         model_path=config.weights,
         weight_version=config.weight_version,
     )
-    async with engine.sampling(), serve_engine(engine, host=config.host, port=config.port) as url:
+    async with serve_engine(engine, host=config.host, port=config.port) as url, engine.sampling():
         announce({"url": url})
         await until_stdin_closes()
 
