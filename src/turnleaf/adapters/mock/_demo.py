@@ -237,7 +237,7 @@ class _Demo:
             sampling={
                 "temperature": self.recipe.temperature,
                 "max_new_tokens": self.recipe.max_new_tokens,
-                # Of each rollout's own, so that a seed's run can be repeated.
+                # Of each rollout's own, so that a seed's run can be repeated, up to rounding.
                 "sampling_seed": (self.seed << 32) + rollout,
             },
         )

@@ -24,8 +24,8 @@ __all__ = ["Request", "Rollouts"]
 class Request:
     """One rollout that is wanted.
 
-    group, rollout: numbers that are unique within a run. payload: of the dataset row, which a
-    group's requests share. sampling: in SGLang's names.
+    group, rollout: numbers; that of the rollout is unique among those run together. payload: of
+    the dataset row, which a group's requests share. sampling: in SGLang's names.
     """
 
     name: str
