@@ -78,6 +78,7 @@ def test_hermes_arguments_are_the_sampled_text() -> None:
         '["f", {}]',
         "",
         '{"name": "f", "arguments": ' + '{"a": ' * 5000 + "1" + "}" * 5001,
+        '{"name": "f", "arguments": ' + '{"a": ' * 101 + "1" + "}" * 102,
         '{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}",
     ],
 )

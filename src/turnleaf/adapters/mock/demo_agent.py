@@ -61,7 +61,10 @@ def agent_app(client: openai.AsyncOpenAI) -> Starlette:
     own: a client for each would cost more than everything else that the agent does."""
 
     async def invocations(request: Request) -> Response:
-        result = await run(orjson.loads(await request.body()), client)
+        try:
+            result = await run(orjson.loads(await request.body()), client)
+        except openai.OpenAIError as error:
+            result = {"error": f"{type(error).__name__}: {error}"}
         return Response(orjson.dumps(result), media_type="application/json")
 
     async def ping(_: Request) -> Response:

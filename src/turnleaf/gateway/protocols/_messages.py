@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from turnleaf.gateway._json import DECODER, check_text
 from turnleaf.gateway.protocols._errors import RequestError, bad_request, not_supported
 
 __all__ = ["Message", "canonical_text", "normalise", "parse_arguments"]
@@ -67,15 +68,11 @@ def parse_arguments(text: str) -> dict[str, Any] | str:
     if not text.strip():
         return {}
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-        json.dumps(value, ensure_ascii=False).encode()  # lone surrogates cannot be tokenised
+        value = DECODER.decode(text)
+        check_text(value)
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _add_assistant_fields(message: Message, raw: Mapping[str, Any], where: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from turnleaf.gateway._json import DECODER, check_text
 from turnleaf.gateway.rendering.parsers._base import ParsedCall, Segments, Tools
 
 __all__ = ["parse_hermes"]
@@ -106,13 +107,12 @@ def _read_string(text: str, at: int) -> tuple[str, int]:
 
 def _read_value(text: str, at: int) -> tuple[Any, int]:
     try:
-        value, end = _DECODER.raw_decode(text, at)
-        # Half a surrogate pair is valid JSON, but no text: neither UTF-8 nor tokens can hold it.
-        json.dumps(value, ensure_ascii=False).encode()
+        value, end = DECODER.raw_decode(text, at)
+        check_text(value)
     except json.JSONDecodeError as error:
         raise _BrokenError(_position(error, text)) from None
     except (ValueError, RecursionError):
-        # NaN, an integer beyond Python's limit, or nesting beyond its stack.
+        # NaN, an integer beyond Python's limit, or nesting beyond ours.
         raise _BrokenError(at) from None
     return value, end
 
@@ -120,10 +120,3 @@ def _read_value(text: str, at: int) -> tuple[Any, int]:
 def _position(error: json.JSONDecodeError, text: str) -> int:
     # The error of a string without an end points to its start: the text ran out in it.
     return len(text) if error.msg.startswith("Unterminated string") else error.pos
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(constant)
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse)

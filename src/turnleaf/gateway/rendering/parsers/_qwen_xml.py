@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from turnleaf.gateway._json import DECODER, check_text
 from turnleaf.gateway.rendering.parsers._base import ParsedCall, Segments, Tools
 
 __all__ = ["parse_qwen_xml"]
@@ -137,9 +138,8 @@ def _fits(text: str, types: set[str]) -> bool:
     if not types:
         return False
     try:
-        value = json.loads(text, parse_constant=_refuse)
-        # Half a surrogate pair is valid JSON, but no text: neither UTF-8 nor tokens can hold it.
-        json.dumps(value, ensure_ascii=False).encode()
+        value = DECODER.decode(text)
+        check_text(value)
     except (ValueError, RecursionError):
         return False
     match value:
@@ -155,7 +155,3 @@ def _fits(text: str, types: set[str]) -> bool:
             return "array" in types
         case _:
             return False
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(constant)
