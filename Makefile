@@ -5,6 +5,7 @@ CONSTRAINTS ?= constraints/dev.txt
 OVERRIDES ?=
 PYTHON ?=
 PYTEST_ARGS ?=
+# By files: the code blocks of a page build on one another.
 PYTEST_WORKERS ?= 2
 
 TRY_AGENT = examples/calculator/agent.py:run
@@ -42,7 +43,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) $(OVERRIDES) scripts/make-venv scripts/f
 	@touch $@
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses=$(PYTEST_WORKERS) --cov --cov-report= $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(PYTEST_WORKERS) --dist=loadfile --cov --cov-report= $(PYTEST_ARGS)
 	$(BIN)/python -m coverage report --include='*/turnleaf/core/*' --fail-under=95
 
 demo: $(STAMP)
