@@ -5,20 +5,18 @@ optionally `seed`, `weight_version`, `ledger` (path of the ledger.jsonl to appen
 `port`. Its readiness line is `{"url": …}`.
 """
 
-import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import anyio
 import attrs
 
 from turnleaf.adapters.mock._blas import use_one_blas_thread
 from turnleaf.adapters.mock._engine_app import serve_engine
+from turnleaf.adapters.mock._engine_program import run_engine_program
 from turnleaf.adapters.mock._ledger import Ledger
 from turnleaf.adapters.mock._policy import Policy
 from turnleaf.adapters.mock._policy_engine import PolicyEngine
-from turnleaf.core import ContractError
-from turnleaf.gateway._child import announce, announce_error, read_config, until_stdin_closes
 
 
 @attrs.frozen
@@ -32,15 +30,8 @@ class _Config:
     port: int = 0
 
 
-def _configured(values: dict[str, Any]) -> _Config:
-    try:
-        return _Config(**values)
-    except TypeError as error:
-        raise ContractError(f"the policy engine's configuration: {error.args[0]}") from None
-
-
-async def _serve() -> None:
-    config = _configured(read_config())
+@asynccontextmanager
+async def _serve(config: _Config) -> AsyncIterator[str]:
     engine = PolicyEngine(
         Policy.load(Path(config.weights)),
         stop_token_id=config.stop_token_id,
@@ -50,18 +41,13 @@ async def _serve() -> None:
         weight_version=config.weight_version,
     )
     async with serve_engine(engine, host=config.host, port=config.port) as url, engine.sampling():
-        announce({"url": url})
-        await until_stdin_closes()
+        yield url
 
 
 def main() -> None:
     """Serve until stdin closes."""
     use_one_blas_thread()
-    try:
-        anyio.run(_serve)
-    except (ContractError, OSError) as error:
-        announce_error(str(error))
-        sys.exit(1)
+    run_engine_program(_Config, _serve, name="the policy engine")
 
 
 if __name__ == "__main__":

@@ -5,20 +5,17 @@ Configuration, one line of JSON on stdin: `script` (rollout → replies, see `Re
 ledger.jsonl to append to), `host` and `port`. Its readiness line is `{"url": …}`.
 """
 
-import sys
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
 
-import anyio
 import attrs
 
 from turnleaf.adapters.mock._engine_app import serve_engine
+from turnleaf.adapters.mock._engine_program import run_engine_program
 from turnleaf.adapters.mock._ledger import Ledger
 from turnleaf.adapters.mock._script import Script
 from turnleaf.adapters.mock._scripted import ScriptedEngine
 from turnleaf.adapters.mock._tokenizer import FileTokenizer
-from turnleaf.core import ContractError
-from turnleaf.gateway._child import announce, announce_error, read_config, until_stdin_closes
 
 
 @attrs.frozen
@@ -31,13 +28,6 @@ class _Config:
     ledger: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
-
-
-def _configured(values: dict[str, Any]) -> _Config:
-    try:
-        return _Config(**values)
-    except TypeError as error:
-        raise ContractError(f"the scripted engine's configuration: {error.args[0]}") from None
 
 
 def _engine(config: _Config) -> ScriptedEngine:
@@ -54,20 +44,13 @@ def _engine(config: _Config) -> ScriptedEngine:
     )
 
 
-async def _serve() -> None:
-    config = _configured(read_config())
-    async with serve_engine(_engine(config), host=config.host, port=config.port) as url:
-        announce({"url": url})
-        await until_stdin_closes()
+def _serve(config: _Config) -> AbstractAsyncContextManager[str]:
+    return serve_engine(_engine(config), host=config.host, port=config.port)
 
 
 def main() -> None:
     """Serve until stdin closes."""
-    try:
-        anyio.run(_serve)
-    except (ContractError, OSError) as error:
-        announce_error(str(error))
-        sys.exit(1)
+    run_engine_program(_Config, _serve, name="the scripted engine")
 
 
 if __name__ == "__main__":
