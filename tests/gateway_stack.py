@@ -85,21 +85,32 @@ async def running_gateway(
     keep_alive: float = 15.0,
     retry_budget: float = 5.0,
     engine_url: str | None = None,
+    routed_experts_shape: tuple[int, int] | None = None,
 ) -> AsyncIterator[Stack]:
     """Serve until the context is left, then check the ledger against every collected trajectory.
 
     script: of the engine; a list is played to every rollout. engine_url: another address than the
-    scripted engine's.
+    scripted engine's. routed_experts_shape: of the experts that every turn records.
     """
     played = script if isinstance(script, dict) else {"*": list(script)}
     stop_token_id = tokenizer().encode("<|im_end|>")[0]
-    scripted = ScriptedEngine(played, tokenizer=tokenizer(), stop_token_id=stop_token_id)
+    scripted = ScriptedEngine(
+        played,
+        tokenizer=tokenizer(),
+        stop_token_id=stop_token_id,
+        routed_experts_shape=routed_experts_shape,
+    )
     async with AsyncExitStack() as resources:
         scripted_url = await resources.enter_async_context(serve_engine(scripted))
         engine = SGLangEngine(engine_url or scripted_url, retry_budget=retry_budget)
         resources.push_async_callback(engine.aclose)
         keys = Keys("restore")
-        turns = Turns(renderer(template), engine, max_context_tokens=max_context_tokens)
+        turns = Turns(
+            renderer(template),
+            engine,
+            max_context_tokens=max_context_tokens,
+            routed_experts_shape=routed_experts_shape,
+        )
         agents = create_server(("127.0.0.1", 0))
         control = create_server(("127.0.0.1", 0))
         base_url = f"http://127.0.0.1:{agents.getsockname()[1]}/v1"

@@ -8,7 +8,15 @@ import attrs
 import numpy as np
 from hypothesis import strategies as st
 
-from turnleaf.core import Exclusion, Replay, Trajectory, Turn, TurnTimings, WeightSpan
+from turnleaf.core import (
+    Exclusion,
+    Replay,
+    Speculation,
+    Trajectory,
+    Turn,
+    TurnTimings,
+    WeightSpan,
+)
 
 LAYERS, TOP_K = 2, 3
 
@@ -41,15 +49,17 @@ class Recorded:
 
 
 @st.composite
-def replays(draw: st.DrawFn, *, keep: int, end: int, sampled: int) -> Replay | None:
-    """Replay data that fits a turn of these lengths; either half, or all of it, may be missing."""
+def replays(
+    draw: st.DrawFn, *, keep: int, end: int, sampled: int, complete: bool = False
+) -> Replay | None:
+    """Replay data that fits a turn of these lengths; unless `complete`, some or all is missing."""
     routed_experts = top_p_ids = top_p_offsets = None
-    if draw(st.integers(0, 3)):
+    if complete or draw(st.integers(0, 3)):
         rows = max(end - 1 - max(keep - 1, 0), 0)
         largest = draw(st.sampled_from([200, 60_000, 70_000]))
         seed = draw(st.integers(0, 2**32 - 1))
         routed_experts = np.random.default_rng(seed).integers(largest, size=(rows, LAYERS, TOP_K))
-    if draw(st.integers(0, 3)):
+    if complete or draw(st.integers(0, 3)):
         ids = st.sampled_from([0, 255, 256, 151_643])
         kept = draw(st.lists(st.lists(ids, max_size=3), min_size=sampled, max_size=sampled))
         top_p_ids = [token for span in kept for token in span]
@@ -69,7 +79,9 @@ def _turns(
     keep: int,
     prompt: list[int],
     output: list[int],
+    replayed: bool,
 ) -> Turn:
+    end = keep + len(prompt) + len(output)
     cut = draw(st.integers(0, len(output)))
     spans = (WeightSpan("one", cut), WeightSpan("two", len(output) - cut))
     return Turn(
@@ -84,7 +96,8 @@ def _turns(
         weight_versions=draw(st.sampled_from([(), spans])),
         cached_tokens=draw(st.integers(0, 5)),
         timings=TurnTimings(started=index / 8, engine=0.25, total=0.5),
-        replay=draw(replays(keep=keep, end=keep + len(prompt) + len(output), sampled=len(output))),
+        replay=draw(replays(keep=keep, end=end, sampled=len(output), complete=replayed)),
+        speculation=draw(st.sampled_from([None, Speculation(3, 8, 2)])),
         excluded=draw(exclusions),
     )
 
@@ -109,7 +122,7 @@ def _full_prompts(draw: st.DrawFn, recorded: Recorded) -> list[int]:
 
 
 @st.composite
-def _grown(draw: st.DrawFn, *, located: bool) -> Recorded:
+def _grown(draw: st.DrawFn, *, located: bool, replayed: bool = False) -> Recorded:
     recorded = Recorded()
     for index in draw(orders_of_arrival):
         output = draw(_outputs(recorded))
@@ -123,7 +136,15 @@ def _grown(draw: st.DrawFn, *, located: bool) -> Recorded:
             prompt = draw(token_lists)
             full = ([] if parent is None else recorded.paths[parent][:keep]) + prompt
         turn = draw(
-            _turns(recorded, index=index, parent=parent, keep=keep, prompt=prompt, output=output)
+            _turns(
+                recorded,
+                index=index,
+                parent=parent,
+                keep=keep,
+                prompt=prompt,
+                output=output,
+                replayed=replayed,
+            )
         )
         recorded.add(turn, full)
         if draw(st.integers(0, 2)) == 0:
@@ -137,6 +158,9 @@ recorded_by_gateway = _grown(located=True)
 
 recorded = st.one_of(recorded_by_gateway, _grown(located=False))
 """The same, and trees with any parents and any kept lengths that `add` accepts."""
+
+recorded_with_replay = _grown(located=True, replayed=True)
+"""Trees of which every turn recorded all that a trainer may replay."""
 
 names = st.text("aB_é\u2028\ud800", max_size=4)
 
@@ -305,6 +329,10 @@ def garbled_engine_replies(draw: st.DrawFn) -> bytes:
             {"version": "two", "start": 1, "end": 2},
         ],
         "output_token_logprobs": [[-0.5, 7, None], [-0.25, 9, None]],
+        "top_p_token_ids": draw(st.sampled_from([[7, 1, 9], "BwAAAAEAAAAJAAAA"])),
+        "top_p_token_offsets": draw(st.sampled_from([[0, 2, 3], "AAAAAAIAAAADAAAA"])),
+        "routed_experts": draw(st.sampled_from([[5, 300] * 4, "BQAAACwBAAA=", [5, 300] * 3])),
+        "spec_verify_ct": 1,
     }
     document = {"text": "", "output_ids": [7, 9], "meta_info": meta_info}
     return _garble(draw, document)
@@ -313,14 +341,14 @@ def garbled_engine_replies(draw: st.DrawFn) -> bytes:
 payloads = st.dictionaries(st.text().filter(lambda key: key != "_config"), json_values, max_size=4)
 real_numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**40), 2**40)
 rewards = st.one_of(
-    real_numbers,
+    real_numbers.filter(lambda number: abs(number) <= float(np.finfo(np.float32).max)),
     st.floats(-1e30, 1e30).map(np.float32),
     st.integers(-(2**31), 2**31 - 1).map(np.int32),
 )
 bad_rewards = st.one_of(
     st.booleans(),
     st.booleans().map(np.bool_),
-    st.sampled_from([float("nan"), float("inf"), float("-inf"), np.float32("nan"), 10**400]),
+    st.sampled_from([float("nan"), float("inf"), float("-inf"), np.float32("nan"), 1e39, 10**400]),
     st.text(),
     real_numbers.map(str),
     st.complex_numbers(),

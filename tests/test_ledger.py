@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from tests.strategies import Recorded, recorded_by_gateway
 from tests.waiting import until
 from turnleaf.adapters.mock import Ledger, LedgerEntry, ScriptedEngine, compare
-from turnleaf.core import Leaf, Trajectory, Turn, WeightSpan
+from turnleaf.adapters.mock._replay_data import kept_ids, routed_experts
+from turnleaf.core import Leaf, Replay, Speculation, Trajectory, Turn, WeightSpan
+from turnleaf.gateway._probe import PROBE
 from turnleaf.gateway.engines import EngineLost, EngineRequest, SGLangEngine, UntrustedReply
 
 StartEngine = Callable[..., Awaitable[tuple[ScriptedEngine, str]]]
@@ -82,15 +84,16 @@ def test_balanced_books() -> None:
         entry_of("gone.0", [1], [2, 3], answered=False),
         entry_of("cut.0", [1], [2], finish="abort"),
         entry_of("liar.0", [1], [2, 3], completion_tokens=3),
+        entry_of("forger.0", [1], [2, 3], spoiled=True),
     ]
     answer = attrs.evolve(FIRST, rid="first.2")
     retried = attrs.evolve(FIRST, rid="first.1")
     entries = [*lost, retried, answer, SECOND, LEFT_OUT]
     report = compare(entries, [three_turns(), Trajectory()])
     report.raise_for_problems()
-    assert (report.sampled, report.trained) == (13, 3)
+    assert (report.sampled, report.trained) == (15, 3)
     assert report.excluded == {"undelivered": 2}
-    assert report.lost == {"unanswered": 3, "aborted": 1, "miscounted": 2, "retried": 2}
+    assert report.lost == {"unanswered": 3, "aborted": 1, "miscounted": 4, "retried": 2}
 
 
 def test_two_samples_of_one_prompt_are_both_trained() -> None:
@@ -205,6 +208,14 @@ def test_an_answer_that_is_nowhere_is_found() -> None:
         compare([entry_of("stray.3", [1], [2])], []).raise_for_problems()
 
 
+def replay_data_of(path: list[int], sampled: int) -> dict[str, Any]:
+    ids = np.array(path, dtype=np.int32)
+    return {
+        "routed_experts": routed_experts(ids[:-1], (2, 3)),
+        "top_p_ids": kept_ids(ids, since=len(path) - sampled),
+    }
+
+
 def entries_and_trajectory(recorded: Recorded) -> tuple[list[LedgerEntry], Trajectory]:
     trajectory = Trajectory()
     entries = []
@@ -215,9 +226,16 @@ def entries_and_trajectory(recorded: Recorded) -> tuple[list[LedgerEntry], Traje
             turn.output.tolist(),
             logprobs=turn.logprobs,
             finish=turn.finish_reason,
+            speculation=turn.speculation,
+            **replay_data_of(recorded.paths[turn.id], len(turn.output)),
         )
         spans = (WeightSpan("default", len(turn.output)),) if len(turn.output) else ()
-        trajectory.add(attrs.evolve(turn, weight_versions=spans))
+        replay = Replay(
+            entry.routed_experts[max(turn.keep - 1, 0) :],
+            [kept for ids in entry.top_p_ids or () for kept in ids],
+            np.cumsum([0, *map(len, entry.top_p_ids or ())]),
+        )
+        trajectory.add(attrs.evolve(turn, weight_versions=spans, replay=replay))
         if len(turn.output):
             entries.append(entry)
     return entries, trajectory
@@ -245,10 +263,57 @@ def test_any_flipped_mask_is_found(recorded: Recorded, data: st.DataObject) -> N
     assert compare(entries, [tampered]).problems
 
 
+@given(recorded_by_gateway, st.data())
+def test_any_false_replay_data_of_a_leaf_is_found(recorded: Recorded, data: st.DataObject) -> None:
+    entries, trajectory = entries_and_trajectory(recorded)
+    leaves = trajectory.leaves()
+    assume(leaves)
+    number = data.draw(st.integers(0, len(leaves) - 1))
+    field = data.draw(st.sampled_from(["routed_experts", "top_p_ids"]))
+    values = getattr(leaves[number], field).astype(np.int64)
+    # Behind the last token that is trained there is nothing that a call answers for.
+    end = np.flatnonzero(leaves[number].loss_mask)[-1]
+    size = values[:end].size if field == "routed_experts" else values.size
+    assume(size)
+    values.reshape(-1)[data.draw(st.integers(0, size - 1))] += 1
+    leaves[number] = attrs.evolve(leaves[number], **{field: values})
+    tampered: Any = Tampered(trajectory, lambda _: leaves)
+    assert compare(entries, [tampered]).problems
+
+
+@pytest.mark.parametrize("change", [{"replay": None}, {"speculation": Speculation(1, 2, 3)}])
+def test_replay_data_and_speculation_of_a_turn_are_the_calls_own(change: dict[str, Any]) -> None:
+    entry = entry_of("a.0", [1, 2], [3], **replay_data_of([1, 2, 3], 1))
+    trajectory = Trajectory([turn_from(entry, 0, **change)])
+    with pytest.raises(AssertionError, match=r"turn a: not the (replay data|speculation) of"):
+        compare([entry], [trajectory]).raise_for_problems()
+
+
+def test_kept_ids_at_a_token_that_is_not_trained_are_found() -> None:
+    entry = entry_of("a.0", [1, 2], [3, 4])
+    kept = {"top_p_ids": np.arange(3), "top_p_offsets": np.array([0, 1, 1, 2, 3])}
+
+    def tamper(leaves: list[Leaf]) -> list[Leaf]:
+        return [attrs.evolve(leaves[0], **kept)]
+
+    tampered: Any = Tampered(Trajectory([turn_from(entry, 0)]), tamper)
+    with pytest.raises(AssertionError, match="kept ids at tokens that are not trained"):
+        compare([entry], [tampered]).raise_for_problems()
+
+
+def test_what_a_worker_probed_with_is_no_rollouts() -> None:
+    probe = entry_of(f"{PROBE}-1.0", [0, 0], [7], routing_key=PROBE)
+    report = compare([*CALLS, probe], [three_turns()])
+    report.raise_for_problems()
+    assert report.lost == {"probe": 1}
+
+
 def test_a_ledger_in_a_file_is_what_it_is_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    for entry in CALLS:
+    counts = Speculation(1, 2, 3)
+    whole = entry_of("w.0", [1, 2], [3], speculation=counts, **replay_data_of([1, 2, 3], 1))
+    for entry in [FIRST, SECOND, whole]:
         ledger.append(entry)
     for read, kept in zip(Ledger.read(path), ledger, strict=True):
         for field in attrs.fields(LedgerEntry):

@@ -1149,16 +1149,30 @@ async def test_truncated_is_what_ends_at_a_token_limit(
 
     rollout = await played(agent, gateway, sampled=False)
     assert (rollout.status, rollout.reward, rollout.error) == (status, 1.0, None)
+    assert rollout.hit_limit is (status == "truncated")
 
 
-async def test_a_failed_rollout_is_not_truncated() -> None:
+@pytest.mark.parametrize("finish_reason", ["length", "stop", "abort"])
+async def test_a_failed_rollout_is_not_truncated(finish_reason: FinishReason) -> None:
     gateway = MemoryGateway()
 
     async def agent(payload: dict[str, Any]) -> None:
-        gateway.add(payload["_config"]["api_key"], "length")
+        gateway.add(payload["_config"]["api_key"], finish_reason)
         raise AgentError("row 3: ran out of tokens")
 
-    assert (await played(agent, gateway)).status == "failed"
+    rollout = await played(agent, gateway, sampled=False)
+    assert rollout.status == "failed"
+    # What its turns show stays known.
+    assert rollout.hit_limit is (finish_reason == "length")
+
+
+def test_the_last_turn_is_that_of_the_latest_request() -> None:
+    fields = {"parent": None, "keep": 0, "prompt": [1], "output": [2], "logprobs": [-1.0]}
+    late = Turn(id="late", index=1, finish_reason="length", **fields)
+    early = Turn(id="early", index=0, finish_reason="stop", **fields)
+    for answered in ([late, early], [early, late]):
+        trajectory = Trajectory(answered)
+        assert Rollout(name="r", trajectory=trajectory, status="failed").hit_limit
 
 
 async def failing_in_a_group() -> None:

@@ -1,13 +1,16 @@
 """The scripted engine over HTTP, in SGLang's words."""
 
+import base64
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.abc
 import httpx
+import numpy as np
 import pytest
 
 from tests.waiting import until
@@ -18,7 +21,7 @@ from turnleaf.adapters.mock import (
     ScriptedEngine,
     serve_engine,
 )
-from turnleaf.core import ContractError
+from turnleaf.core import ContractError, Speculation
 from turnleaf.gateway._child import child_process
 
 pytestmark = pytest.mark.anyio
@@ -336,6 +339,7 @@ async def test_cached_tokens_are_a_prefix_of_what_was_seen(
         ({"input_ids": [[1]]}, "input_ids"),
         ({"sampling_params": []}, "sampling_params"),
         ({"sampling_params": {"max_new_tokens": -3}}, "max_new_tokens"),
+        ({"routed_experts_start_len": 4}, "routed_experts_start_len"),
     ],
 )
 async def test_a_request_that_is_wrong_is_refused_by_name(
@@ -346,6 +350,100 @@ async def test_a_request_that_is_wrong_is_refused_by_name(
     assert response.status_code == 400
     assert complaint in response.json()["error"]["message"]
     assert engine.calls == []
+
+
+async def test_replay_data_is_what_the_tokens_say(
+    scripted_engine: StartEngine, http: httpx.AsyncClient
+) -> None:
+    engine, url = await scripted_engine(
+        {"*": [{"ids": [5, 6], "finish": "length", "speculation": [3, 8, 2]}]},
+        repeat=True,
+        routed_experts_shape=(2, 3),
+    )
+    sampling = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
+    whole = body_for(**sampling) | {"return_routed_experts": True}
+    part = whole | {"routed_experts_start_len": 2}
+    metas = [(await generate(http, url, body)).json()["meta_info"] for body in (whole, part)]
+    rows, tail = (decoded(meta["routed_experts"]).reshape(-1, 2, 3) for meta in metas)
+    assert rows.shape == (4, 2, 3)
+    assert rows.all()
+    assert np.array_equal(rows[2:], tail)
+    assert not np.array_equal(rows[:2], rows[2:])
+    assert not np.array_equal(rows[:, 0], rows[:, 1])
+    for meta, entry in zip(metas, engine.ledger, strict=True):
+        ids, offsets = decoded(meta["top_p_token_ids"]), decoded(meta["top_p_token_offsets"])
+        kept = [ids[begin:end].tolist() for begin, end in pairwise(offsets.tolist())]
+        assert [sampled in ids for sampled, ids in zip([5, 6], kept, strict=True)] == [True] * 2
+        assert entry.top_p_ids == kept
+        assert np.array_equal(entry.routed_experts, rows)
+        assert entry.speculation == Speculation(3, 8, 2)
+        assert meta["spec_verify_ct"] == 2
+    other = body_for(ids=[1, 9, 3]) | {"return_routed_experts": True}
+    meta = (await generate(http, url, other)).json()["meta_info"]
+    branch = decoded(meta["routed_experts"]).reshape(-1, 2, 3)
+    assert np.array_equal(branch[0], rows[0])
+    assert (branch[1:] != rows[1:]).any(axis=(1, 2)).all()
+
+
+def decoded(text: str) -> Any:
+    return np.frombuffer(base64.b64decode(text), dtype="<i4")
+
+
+async def test_replay_data_comes_only_where_an_engine_would_send_it(
+    scripted_engine: StartEngine, http: httpx.AsyncClient
+) -> None:
+    asked = {"custom_params": {"return_top_p_token_ids": True}}
+    fields = {"top_p_token_ids", "top_p_token_offsets", "routed_experts"}
+    _, knows = await scripted_engine({"*": [{"ids": [5]}]}, repeat=True)
+    _, unpatched = await scripted_engine({"*": [{"ids": [5]}]}, repeat=True, knows_top_p_ids=False)
+    for url, sampling, sends in (
+        (knows, {"top_p": 0.9, **asked}, True),
+        (knows, {"top_k": 5, **asked}, True),
+        (knows, {"min_p": 0.1, **asked}, True),
+        (knows, {"temperature": 0, **asked}, True),
+        (knows, asked, False),
+        (knows, {"top_p": 0.9}, False),
+        (unpatched, {"top_p": 0.9, **asked}, False),
+    ):
+        body = body_for(**sampling) | {"return_routed_experts": True}
+        meta = (await generate(http, url, body)).json()["meta_info"]
+        assert len(meta.keys() & fields) == (2 if sends else 0), sampling
+
+
+async def test_a_spoiled_reply_says_what_the_script_wants(
+    scripted_engine: StartEngine, http: httpx.AsyncClient
+) -> None:
+    spoil = {"prompt_tokens": 7, "cached_tokens": None}
+    engine, url = await scripted_engine({"*": [{"ids": [5], "spoil": spoil}]})
+    meta = (await generate(http, url)).json()["meta_info"]
+    assert meta["prompt_tokens"] == 7
+    assert "cached_tokens" not in meta
+    (entry,) = engine.ledger
+    assert entry.spoiled
+
+
+async def test_it_tells_how_many_calls_run(
+    scripted_engine: StartEngine, http: httpx.AsyncClient
+) -> None:
+    _, url = await scripted_engine({"*": [{"ids": [1], "hang": True, "times": 2}]})
+
+    async def running() -> int:
+        load = (await http.get(f"{url}/v1/loads?include=core")).json()["loads"]
+        assert len(load) == 1
+        number: int = load[0]["num_running_reqs"] + load[0]["num_waiting_reqs"]
+        return number
+
+    assert await running() == 0
+    async with anyio.create_task_group() as tasks:
+        for rid in ("one", "two"):
+            tasks.start_soon(generate, http, url, body_for(rid))
+        with anyio.fail_after(10):
+            while await running() < 2:
+                pass
+        await http.post(f"{url}/abort_request", json={"rid": "one"})
+        assert await running() == 1
+        await http.post(f"{url}/abort_request", json={"abort_all": True})
+        assert await running() == 0
 
 
 async def test_it_is_an_engine_and_no_router(
@@ -368,6 +466,8 @@ async def test_it_is_an_engine_and_no_router(
         ({"ids": [1], "logprobs": [-1.0, -2.0]}, "2 log-probabilities for 1 ids"),
         ({"finish": "tired"}, "'finish' must be in"),
         ({"times": 0}, "'times' must be >= 1"),
+        ({"spoil": ["a"]}, "'spoil' must be"),
+        ({"speculation": [1, 2]}, "speculation is"),
         ("text", "reply 0 of 'r' in the script is a str"),
     ],
 )

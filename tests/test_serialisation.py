@@ -10,7 +10,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.strategies import Recorded, garbage, garbled_trajectories, recorded
-from turnleaf.core import Replay, Trajectory, TrajectoryError, Turn, TurnTimings, WeightSpan
+from turnleaf.core import (
+    Replay,
+    Speculation,
+    Trajectory,
+    TrajectoryError,
+    Turn,
+    TurnTimings,
+    WeightSpan,
+)
 
 FULL = Turn(
     id="a",
@@ -27,6 +35,7 @@ FULL = Turn(
     replay=Replay(
         routed_experts=np.array([[[1]], [[300]]]), top_p_ids=[3, 70_000], top_p_offsets=[0, 2]
     ),
+    speculation=Speculation(accepted=3, drafted=8, verifications=2),
     excluded="untrained",
 )
 
@@ -106,10 +115,18 @@ def test_the_wire_format() -> None:
                         "data": encoded([0, 2], "<u1"),
                     },
                 },
+                "speculation": {"accepted": 3, "drafted": 8, "verifications": 2},
                 "excluded": "untrained",
             }
         ],
     }
+
+
+def test_a_turn_of_before_there_was_speculation_is_read() -> None:
+    written = json.loads(Trajectory([FULL]).to_json())
+    del written["turns"][0]["speculation"]
+    read = Trajectory.from_json(json.dumps(written)).turn("a")
+    assert read == attrs.evolve(FULL, speculation=None)
 
 
 def test_whole_seconds_may_be_written_as_integers() -> None:

@@ -140,6 +140,53 @@ def test_closing_cancels_what_runs_and_waits_for_the_clean_up() -> None:
     assert cleaned == ["done", "done"]
 
 
+def test_what_is_kept_runs_until_the_service_is_closed() -> None:
+    started, cleaned = threading.Event(), threading.Event()
+    seen: list[object] = []
+
+    async def keep(one: int, other: int) -> None:
+        seen.extend([one, other, threading.get_ident()])
+        started.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.wait_all_tasks_blocked()
+            cleaned.set()
+
+    with Service() as service:
+        service.keep(keep, 1, 2)
+        assert started.wait(PATIENCE)
+        # Others use the service beside it.
+        assert seen == [1, 2, service.call(where)]
+        assert not cleaned.is_set()
+    assert cleaned.is_set()
+
+
+def test_what_fails_is_logged_and_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    async def until_blocked() -> None:
+        await anyio.wait_all_tasks_blocked()
+
+    with Service() as service:
+        service.keep(refuse)
+        service.keep(anyio.sleep_forever)
+        service.call(until_blocked)
+        assert service.call(where)
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], SettingsError)
+
+
+def test_nothing_can_be_kept_from_within_or_by_a_closed_service() -> None:
+    async def within(service: Service) -> None:
+        service.keep(where)
+
+    with Service() as service, pytest.raises(RuntimeError, match="cannot wait for itself"):
+        service.call(within, service)
+    with pytest.raises(RuntimeError, match="the service is closed"):
+        service.keep(where)
+
+
 def test_closing_is_final_and_may_be_raced() -> None:
     with ThreadPoolExecutor() as threads:
         service = Service()

@@ -36,6 +36,9 @@ def test_defaults_are_those_of_the_design() -> None:
         public_url=None,
         client_reasoning="restore",
         max_context_tokens=None,
+        on_bad_result="raise",
+        on_infrastructure_failure="zero",
+        failure_window=600,
         tool_call_parser="auto",
         reasoning_parser="auto",
     )
@@ -52,6 +55,9 @@ def test_every_setting_can_be_given() -> None:
           public_url: https://trainer.example.com:{port}/agents
           history: {client_reasoning: as_sent}
           max_context_tokens: 1
+          on_bad_result: fail_rollout
+          on_infrastructure_failure: remove
+          failure_window: 0.5
           tool_call_parser: qwen25
           reasoning_parser: qwen3
     """)
@@ -65,6 +71,9 @@ def test_every_setting_can_be_given() -> None:
         public_url="https://trainer.example.com:{port}/agents",
         client_reasoning="as_sent",
         max_context_tokens=1,
+        on_bad_result="fail_rollout",
+        on_infrastructure_failure="remove",
+        failure_window=0.5,
         tool_call_parser="qwen25",
         reasoning_parser="qwen3",
     )
@@ -121,6 +130,21 @@ def test_an_empty_section_changes_nothing(text: str) -> None:
             "from 1 to 2147483647",
         ),
         ("turnleaf: {max_context_tokens: 1e4}", "turnleaf.max_context_tokens", "'1e4'", "quotes"),
+        (
+            "turnleaf: {on_bad_result: zero}",
+            "turnleaf.on_bad_result",
+            "'zero'",
+            "`raise` or `fail_rollout`",
+        ),
+        (
+            "turnleaf: {on_infrastructure_failure: }",
+            "turnleaf.on_infrastructure_failure",
+            "None",
+            "`zero` or `remove`",
+        ),
+        ("turnleaf: {failure_window: 0}", "turnleaf.failure_window", "0", "a number above 0"),
+        ("turnleaf: {failure_window: 6e2}", "turnleaf.failure_window", "'6e2'", "quotes"),
+        ("turnleaf: {failure_window: .inf}", "turnleaf.failure_window", "inf", "a number above 0"),
         ("turnleaf: {tool_call_parser: null}", "turnleaf.tool_call_parser", "None", "text"),
         ("turnleaf: {reasoning_parser: 3}", "turnleaf.reasoning_parser", "3", "text"),
     ],

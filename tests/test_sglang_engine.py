@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.strategies import garbled_engine_replies, json_values
 from tests.waiting import until
 from turnleaf.adapters.mock import ScriptedEngine
-from turnleaf.core import EngineError, SettingsError, WeightSpan
+from turnleaf.core import EngineError, Replay, SettingsError, WeightSpan
 from turnleaf.gateway.engines import (
     EngineLost,
     EngineReply,
@@ -26,6 +26,7 @@ from turnleaf.gateway.engines import (
     EngineUnavailable,
     SGLangEngine,
     UntrustedReply,
+    WantedExperts,
 )
 from turnleaf.gateway.engines._sglang_wire import decode_reply, error_text
 
@@ -431,7 +432,7 @@ def test_a_positive_rounding_error_is_none() -> None:
 def test_any_reply_is_trusted_whole_or_refused(body: bytes | str) -> None:
     body = body.encode() if isinstance(body, str) else body
     try:
-        reply = decode_reply(body, prompt_length=3)
+        reply = decode_reply(body, prompt_length=3, experts=WantedExperts((1, 2), 1), top_p=True)
     except UntrustedReply as refusal:
         event(f"refused: {str(refusal)[:60]}")
         return
@@ -439,6 +440,14 @@ def test_any_reply_is_trusted_whole_or_refused(body: bytes | str) -> None:
     assert sum(span.count for span in reply.weight_versions) == len(reply.output)
     assert np.isfinite(reply.logprobs).all()
     assert (reply.output >= 0).all()
+    if not len(reply.output):
+        assert reply.top_p_ids is None
+        return
+    assert reply.routed_experts is not None
+    replay = Replay(reply.routed_experts, reply.top_p_ids, reply.top_p_offsets)
+    assert replay.problem(keep=2, end=3 + len(reply.output), sampled=len(reply.output)) is None
+    assert replay.top_p_offsets is not None
+    assert (np.diff(replay.top_p_offsets.astype(int)) > 0).all()
 
 
 @given(st.one_of(st.binary(), json_values.map(lambda value: json.dumps(value).encode())))

@@ -173,14 +173,16 @@ def test_locate_finds_the_longest_shared_prefix_of_all_paths(
 ) -> None:
     earlier = data.draw(st.sampled_from([[], *recorded.paths.values()]))
     wanted = earlier[: data.draw(st.integers(0, len(earlier)))] + data.draw(token_lists)
-    longest = max(shared_prefix(path, wanted) for path in recorded.paths.values())
+    with_experts = data.draw(st.booleans())
     candidates = [
-        (longest == turn.end, turn.excluded != "undelivered", order, turn.id)
+        (shared, shared == turn.end, turn.excluded != "undelivered", order, turn.id)
         for order, turn in enumerate(map(recorded.trajectory.turn, recorded.paths))
-        if shared_prefix(recorded.paths[turn.id], wanted) == longest > turn.keep
+        if (shared := shared_prefix(recorded.paths[turn.id], wanted)) > turn.keep
+        if not with_experts or (turn.replay and turn.replay.routed_experts is not None)
     ]
-    place = recorded.trajectory.locate(prompt(*wanted))
-    assert place == (Place(max(candidates)[-1], longest) if longest else Place(None, 0))
+    place = recorded.trajectory.locate(prompt(*wanted), with_experts=with_experts)
+    *_, best = [(0, None), *sorted(candidates)]
+    assert place == Place(best[-1], best[0])
     assert place.parent is None or type(place.keep) is int
 
 

@@ -18,11 +18,14 @@ from turnleaf.adapters.mock import Reply, ScriptedEngine, compare
 from turnleaf.core import EngineError, Trajectory
 from turnleaf.gateway._keys import Call, Keys, Record
 from turnleaf.gateway._turns import Prepared, Turns
-from turnleaf.gateway.engines import EngineReply, EngineRequest
+from turnleaf.gateway.engines import EngineReply, EngineRequest, wants_top_p_ids
 from turnleaf.gateway.engines._sglang_wire import decode_reply
-from turnleaf.gateway.protocols import parse_chat_request
+from turnleaf.gateway.protocols import RequestError, parse_chat_request
 from turnleaf.gateway.rendering import Renderer
 
+EXPERTS = (2, 3)
+ABORTED = Reply(ids=(11, 12), finish="abort")
+CUT_SHORT = Reply(ids=(11, 12), finish="abort", spoil={"routed_experts": None})  # of what waited
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in "fg"]
 
 
@@ -34,13 +37,22 @@ class DirectEngine:
 
     async def generate(self, request: EngineRequest, *, stop: anyio.Event) -> EngineReply:
         call = EngineCall(
-            f"{request.turn_id}.0", request.routing_key, request.input_ids, request.sampling
+            f"{request.turn_id}.0",
+            request.routing_key,
+            request.input_ids,
+            request.sampling,
+            experts_from=None if request.experts is None else request.experts.start,
         )
         outcome = await self.scripted.generate(call)
         body = getattr(outcome, "body", None)
         if body is None:
             raise EngineError(str(outcome))
-        return decode_reply(orjson.dumps(body), prompt_length=len(request.input_ids))
+        return decode_reply(
+            orjson.dumps(body),
+            prompt_length=len(request.input_ids),
+            experts=request.experts,
+            top_p=wants_top_p_ids(request.sampling),
+        )
 
     async def check(self) -> None:
         pass
@@ -94,7 +106,12 @@ class Agent:
         request = parse_chat_request({"messages": sent, "tools": TOOLS, "max_tokens": 4000})
         prepared = await self.turns.prepare(self.record, request, Call(), trained=True)
         self.check_thoughts(prepared)
-        reply = await self.turns.sample(self.record, prepared, Call())
+        try:
+            reply = await self.turns.sample(self.record, prepared, Call())
+        except RequestError as error:
+            if error.code != "engine_abort":
+                raise
+            return
         if linear or self.data.draw(st.integers(0, 3)):
             self.turns.deliver(self.record, reply.id)
         self.branches.append([*messages, reply.message, *self.following(reply.message)])
@@ -132,16 +149,26 @@ class Agent:
 
 def played(data: st.DataObject, template: str, *, linear: bool) -> tuple[Trajectory, Agent]:
     def reply(_: Any, number: int) -> Reply:
-        return data.draw(sampled())
+        drawn = data.draw(sampled())
+        if linear or data.draw(st.integers(0, 4)):
+            return drawn
+        return data.draw(st.sampled_from([Reply(ids=(), finish="abort"), ABORTED, CUT_SHORT]))
 
     scripted = ScriptedEngine(
         {"*": [reply]},
         tokenizer=tokenizer(),
         stop_token_id=tokenizer().encode("<|im_end|>")[0],
         repeat=True,
+        routed_experts_shape=EXPERTS,
     )
-    turns = Turns(renderer(template), DirectEngine(scripted), max_context_tokens=32_768)
-    record, _ = Keys("restore").open(name="r", sampling={}, purpose="train", expires_in=60)
+    turns = Turns(
+        renderer(template),
+        DirectEngine(scripted),
+        max_context_tokens=32_768,
+        routed_experts_shape=EXPERTS,
+    )
+    sampling = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
+    record, _ = Keys("restore").open(name="r", sampling=sampling, purpose="train", expires_in=60)
     agent = Agent(data, renderer(template), turns, record, [[{"role": "user", "content": "Begin"}]])
 
     async def play() -> None:
@@ -159,6 +186,10 @@ def played(data: st.DataObject, template: str, *, linear: bool) -> tuple[Traject
 def test_whatever_an_agent_does_the_ledger_balances(template: str, data: st.DataObject) -> None:
     trajectory, _ = played(data, template, linear=False)
     assert Trajectory.from_json(trajectory.to_json()) == trajectory
+    for leaf in trajectory.leaves():
+        assert leaf.routed_experts is not None
+        assert leaf.routed_experts.shape == (len(leaf.tokens) - 1, *EXPERTS)
+        assert leaf.top_p_ids is not None
 
 
 @settings(max_examples=40)

@@ -1,6 +1,7 @@
 """The worker as it really runs: a process of its own, spoken to over HTTP."""
 
 import json
+import os
 import signal
 import socket
 import sys
@@ -17,10 +18,16 @@ import httpx
 import pytest
 
 from tests.gateway_stack import checkpoint, tokenizer
-from turnleaf.adapters.mock import Ledger, ScriptedEngine, compare, serve_engine
+from turnleaf.adapters.mock import (
+    Ledger,
+    ScriptedEngine,
+    compare,
+    serve_engine,
+    serve_router,
+)
 from turnleaf.agent import trajectory as own_trajectory
 from turnleaf.core import Background, ContractError, GatewayError, Trajectory, run_rollout
-from turnleaf.gateway import GatewayClient, WorkerConfig, run_worker
+from turnleaf.gateway import GatewayClient, WorkerConfig, run_worker, running_worker
 from turnleaf.gateway._child import child_process
 from turnleaf.gateway._config import PORTS
 from turnleaf.gateway._worker import listen
@@ -56,7 +63,7 @@ def say_hello(payload: dict[str, Any]) -> dict[str, Any]:
     return {"reward": len(own_trajectory(told).turns), "text": text}
 
 
-async def rolled_out(gateway: GatewayClient, agent: Any, name: str = "r") -> Any:
+async def rolled_out(gateway: GatewayClient, agent: Any, name: str = "r", **given: Any) -> Any:
     async with Background() as background:
         return await run_rollout(
             {"question": 1},
@@ -64,8 +71,7 @@ async def rolled_out(gateway: GatewayClient, agent: Any, name: str = "r") -> Any
             gateway=gateway,
             background=background,
             model_id="m",
-            sampling={},
-            name=name,
+            **{"sampling": {}, "name": name, **given},
         )
 
 
@@ -116,6 +122,7 @@ async def test_control_wants_its_token_and_names_what_is_wrong(engine_url: str) 
                 ({"sampling": {"max_new_tokens": 0}}, "sampling.max_new_tokens"),
                 ({"sampling": {"stop": 5}}, "sampling.stop"),
                 ({"sampling": {"stop": [5]}}, "sampling.stop"),
+                ({"sampling": {"custom_params": [5]}}, "sampling.custom_params"),
                 ({"purpose": "test"}, "purpose"),
                 ({"expires_in": 0}, "expires_in"),
                 ({"expires_in": True}, "expires_in"),
@@ -161,6 +168,42 @@ async def test_bad_configuration_is_told_by_its_remedy(engine_url: str, tmp_path
             pass
     with pytest.raises(ContractError, match="prot"):
         WorkerConfig.from_mapping(config(engine_url).to_mapping() | {"prot": 1})
+
+
+async def test_a_worker_that_will_get_no_replay_data_does_not_start(engine_url: str) -> None:
+    async with serve_router([engine_url]) as router:
+        for expected, remedy in (
+            ({"expect_top_p_ids": True}, "router at .* drops what asks for top_p_token_ids"),
+            ({"routed_experts_shape": (2, 3)}, f"engine at {engine_url} sends no routed_experts"),
+        ):
+            with pytest.raises(ContractError, match=remedy):
+                async with run_worker(config(router, **expected)):
+                    pass
+
+
+async def test_a_worker_records_what_it_was_told_to_expect(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    engine = {
+        "script": {"*": [{"text": "Hello there."}]},
+        "tokenizer": str(checkpoint("qwen3") / "tokenizer.json"),
+        "stop_token_id": tokenizer().encode("<|im_end|>")[0],
+        "ledger": str(path),
+        "routed_experts_shape": [2, 3],
+    }
+    sampling = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
+    expected = {"routed_experts_shape": (2, 3), "expect_top_p_ids": True}
+    async with (
+        child_process("turnleaf.adapters.mock.scripted", engine) as child,
+        run_worker(config(child.ready["url"], **expected)) as gateway,
+    ):
+        rollout = await rolled_out(gateway, say_hello, sampling=sampling)
+    report = compare(Ledger.read(path), [rollout.trajectory])
+    report.raise_for_problems()
+    assert report.lost == {"probe": 1}
+    (leaf,) = rollout.trajectory.leaves()
+    assert leaf.routed_experts is not None
+    assert leaf.routed_experts.shape == (len(leaf.tokens) - 1, 2, 3)
+    assert leaf.top_p_ids is not None
 
 
 async def test_a_trajectory_whose_reply_was_lost_is_asked_for_again() -> None:
@@ -223,6 +266,24 @@ def test_a_range_in_use_is_refused_with_the_setting() -> None:
             pass
 
 
+async def test_the_end_of_a_worker_can_be_waited_for(engine_url: str) -> None:
+    async with running_worker(config(engine_url)) as worker, anyio.create_task_group() as tasks:
+        codes: list[int] = []
+
+        async def wait() -> None:
+            codes.append(await worker.ended())
+
+        tasks.start_soon(wait)
+        await worker.gateway.close_all("train")
+        assert codes == []
+        os.kill(worker.pid, signal.SIGKILL)
+        with anyio.fail_after(10):
+            assert await worker.ended() == -signal.SIGKILL
+        with pytest.raises(GatewayError, match="did not answer"):
+            await worker.gateway.close_all("train")
+    assert codes == [-signal.SIGKILL]
+
+
 async def test_a_killed_trainer_takes_its_worker_along(engine_url: str, tmp_path: Path) -> None:
     trainer = tmp_path / "trainer.py"
     trainer.write_text(
@@ -262,7 +323,15 @@ async def test_a_killed_trainer_takes_its_worker_along(engine_url: str, tmp_path
 
 
 def test_a_configuration_survives_the_pipe() -> None:
-    one = config("http://127.0.0.1:9", max_context_tokens=5, template_arguments={"a": [1]})
+    one = config(
+        "http://127.0.0.1:9",
+        max_context_tokens=5,
+        template_arguments={"a": [1]},
+        routed_experts_shape=(48, 8),
+    )
     assert WorkerConfig.from_mapping(json.loads(json.dumps(one.to_mapping()))) == one
+    for shape in ([1], [1, 2, 3], [0, 2], "ab"):
+        with pytest.raises(ContractError, match="configuration is not valid"):
+            WorkerConfig.from_mapping(one.to_mapping() | {"routed_experts_shape": shape})
     assert "token-of-control" not in repr(one)
     assert attrs.evolve(one, port=1).port == 1

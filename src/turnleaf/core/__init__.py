@@ -2,7 +2,7 @@
 
 from turnleaf.core._advantages import ESTIMATORS, group_advantages
 from turnleaf.core._background import Background
-from turnleaf.core._described import described, unwrapped
+from turnleaf.core._described import described, excerpt, unwrapped
 from turnleaf.core._errors import *  # noqa: F403  # the error tree is public as a whole
 from turnleaf.core._errors import __all__ as _errors
 from turnleaf.core._protocols import Gateway, Key, Purpose, RolloutSession
@@ -10,13 +10,15 @@ from turnleaf.core._rollout import Rollout, RolloutTimings, run_rollout
 from turnleaf.core._service import Service
 from turnleaf.core._settings import Settings
 from turnleaf.core._start_rate import StartRate
-from turnleaf.core._tasks import cancel_and_wait, is_interrupt, start_task
+from turnleaf.core._tasks import cancel_and_wait, is_interrupt, start_task, wait_for_first
 from turnleaf.core._trajectory import Leaf, Place, Trajectory
 from turnleaf.core._turn import (
     Exclusion,
     FinishReason,
     Logprobs,
     Replay,
+    ReplayArray,
+    Speculation,
     TokenIds,
     Turn,
     TurnTimings,
@@ -35,11 +37,13 @@ __all__ = [
     "Place",
     "Purpose",
     "Replay",
+    "ReplayArray",
     "Rollout",
     "RolloutSession",
     "RolloutTimings",
     "Service",
     "Settings",
+    "Speculation",
     "StartRate",
     "TokenIds",
     "Trajectory",
@@ -49,9 +53,11 @@ __all__ = [
     *_errors,
     "cancel_and_wait",
     "described",
+    "excerpt",
     "group_advantages",
     "is_interrupt",
     "run_rollout",
     "start_task",
     "unwrapped",
+    "wait_for_first",
 ]

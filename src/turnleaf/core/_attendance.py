@@ -34,6 +34,7 @@ class Attendance:
     Whatever the session raises stays in that task: no group of tasks has it as a member.
 
     settled: set once there is a `result`, or a `failure` that explains why there is none.
+    session_id: what the session calls itself, where it has such a name.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Attendance:
     request: dict[str, Any] = attrs.field(repr=False)
     secret: str = attrs.field(repr=False)
     settled: anyio.Event = attrs.field(init=False, factory=anyio.Event)
+    session_id: str | None = attrs.field(init=False, default=None)
     result: object = attrs.field(init=False, default=None)
     failure: BaseException | None = attrs.field(init=False, default=None)
     _task: asyncio.Task[None] | None = attrs.field(init=False, default=None)
@@ -75,7 +77,10 @@ class Attendance:
 
     async def _attend(self) -> None:
         try:
-            async with self.session() as agent:
+            session = self.session()
+            session_id = getattr(session, "session_id", None)
+            self.session_id = session_id if isinstance(session_id, str) else None
+            async with session as agent:
                 if not self._dismissed:
                     await self._run(agent)
         except BaseException as error:

@@ -5,6 +5,8 @@ import math
 import numbers
 from typing import Any
 
+import numpy as np
+
 from turnleaf.core._described import described, excerpt, hidden
 from turnleaf.core._errors import AgentError, BadResultError, PayloadError
 from turnleaf.core._protocols import Key
@@ -15,6 +17,7 @@ MAX_NESTING = 100
 """Levels of a payload; far more than any row has, far fewer than Python's recursion takes."""
 
 _EXCERPT = 100
+_LARGEST_REWARD = float(np.finfo(np.float32).max)
 _ERROR_EXCERPT = 500
 _ROW = 'a row needs metadata.payload, a JSON object such as {"prompt": "…"}'
 
@@ -110,7 +113,8 @@ def checked_reward(result: dict[str, Any], *, name: str, secret: str) -> float |
             number = float(reward)
         except Exception:  # noqa: BLE001  # an int too large, a foreign __float__
             number = math.nan
-        if math.isfinite(number):
+        # Trainers compute in float32.
+        if abs(number) <= _LARGEST_REWARD:
             return number
     raise BadResultError(
         f"{name}: the agent's reward is {excerpt(reward, length=_EXCERPT, secret=secret)}, "

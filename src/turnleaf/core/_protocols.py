@@ -30,7 +30,8 @@ class Key:
 class RolloutSession(Protocol):
     """Where one rollout's agent executes: an async context manager around `run`.
 
-    Leaving it stops the remote side, always: after success, failure and cancellation.
+    Leaving it stops the remote side, always: after success, failure and cancellation. A session
+    that has a name of its own, by which its remote side can be found, has it as `session_id`.
     """
 
     async def __aenter__(self) -> Self: ...

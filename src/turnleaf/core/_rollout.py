@@ -27,7 +27,7 @@ from turnleaf.core._errors import (
 from turnleaf.core._exchange import checked_payload, checked_result, checked_reward, with_config
 from turnleaf.core._protocols import Gateway, Key, Purpose, RolloutSession
 from turnleaf.core._start_rate import StartRate
-from turnleaf.core._tasks import is_cancelled, is_interrupt
+from turnleaf.core._tasks import is_cancelled, is_interrupt, wait_for_first
 from turnleaf.core._trajectory import Trajectory
 
 __all__ = ["Rollout", "RolloutTimings", "run_rollout"]
@@ -68,6 +68,7 @@ class Rollout:
     reward: finite; None when the agent gave none.
     result: what the agent returned, as it came, or None when it returned no dict.
     error: why it did not complete; None when it did. Never shows the key's secret.
+    session_id: what the session calls itself, towards its remote side too; None if it has no name.
     """
 
     name: str
@@ -77,6 +78,13 @@ class Rollout:
     result: dict[str, Any] | None = attrs.field(default=None, repr=False)
     error: RolloutError | GatewayError | None = None
     timings: RolloutTimings = RolloutTimings()
+    session_id: str | None = None
+
+    @property
+    def hit_limit(self) -> bool:
+        """Whether the last turn to train ended at a token limit, whatever became of the rollout."""
+        trained = [turn for turn in self.trajectory.turns if turn.excluded is None]
+        return bool(trained) and trained[-1].finish_reason == "length"
 
     @property
     def cause(self) -> Cause | None:
@@ -127,7 +135,7 @@ async def run_rollout(
     abort = anyio.Event() if abort is None else abort
     begun = anyio.current_time()
     if start_rate is not None:
-        await _first(start_rate.wait, abort.wait)
+        await wait_for_first(start_rate.wait, abort.wait)
     timings = RolloutTimings(waited=anyio.current_time() - begun)
     if abort.is_set():
         aborted = RolloutAborted(f"{name}: aborted before it started")
@@ -217,8 +225,9 @@ class _Run:
         if not self._cut_off():
             attendance.start()
         with anyio.CancelScope(deadline=started + self.max_rollout_time):
-            await _first(attendance.settled.wait, self.abort.wait, self.unwanted.wait)
+            await wait_for_first(attendance.settled.wait, self.abort.wait, self.unwanted.wait)
         self._note(session=anyio.current_time() - started)
+        self.rollout = attrs.evolve(self.rollout, session_id=attendance.session_id)
         return self._outcome(attendance, secret=secret)
 
     def _broken(self, error: BaseException, secret: str) -> Rollout:
@@ -279,7 +288,7 @@ class _Run:
         self._note(closing=anyio.current_time() - began)
         if isinstance(outcome, Rollout):
             outcome = attrs.evolve(outcome, trajectory=trajectory, timings=self.rollout.timings)
-            if outcome.status == "completed" and _hit_limit(trajectory):
+            if outcome.status == "completed" and outcome.hit_limit:
                 outcome = attrs.evolve(outcome, status="truncated")
         self._end(outcome)
 
@@ -305,18 +314,6 @@ class _Run:
         self.rollout = attrs.evolve(
             self.rollout, timings=attrs.evolve(self.rollout.timings, **timings)
         )
-
-
-async def _first(*waits: Callable[[], Awaitable[object]]) -> None:
-    """Return once one of `waits` has, and cancel the others."""
-    async with anyio.create_task_group() as tasks:
-
-        async def wait(one: Callable[[], Awaitable[object]]) -> None:
-            await one()
-            tasks.cancel_scope.cancel()
-
-        for one in waits:
-            tasks.start_soon(wait, one)
 
 
 async def _answer(call: Awaitable[Answer], refusal: str) -> Answer:
@@ -370,8 +367,3 @@ def _status(error: RolloutError | GatewayError) -> Status:
     if isinstance(error, RolloutTimeout):
         return "timed_out"
     return "aborted" if isinstance(error, RolloutAborted) else "failed"
-
-
-def _hit_limit(trajectory: Trajectory) -> bool:
-    trained = [turn for turn in trajectory.turns if turn.excluded is None]
-    return bool(trained) and trained[-1].finish_reason == "length"

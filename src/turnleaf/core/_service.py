@@ -107,6 +107,20 @@ class Service:
             # Of use when the waiting itself was broken off, by KeyboardInterrupt.
             future.cancel()
 
+    def keep(self, function: Callable[[*Args], Awaitable[object]], *args: *Args) -> None:
+        """Have `function(*args)` run in the service until it is closed, and return at once.
+
+        What it raises is logged. Raises as `run` does; not from within the service.
+        """
+
+        async def kept() -> None:
+            try:
+                await function(*args)
+            except Exception:
+                logger.exception("what the service was to keep running has failed")
+
+        self._submit(kept)
+
     def close(self) -> None:
         """Cancel what runs, wait for the clean-ups and end the thread; once closed it stays so."""
         self._refuse_here()

@@ -160,6 +160,23 @@ class Settings:
         ),
         metadata=_UNDER_TURNLEAF,
     )
+    on_bad_result: Literal["raise", "fail_rollout"] = attrs.field(
+        default="raise",
+        validator=_Expect(
+            "`raise` or `fail_rollout`", lambda value: value in ("raise", "fail_rollout")
+        ),
+        metadata=_UNDER_TURNLEAF,
+    )
+    on_infrastructure_failure: Literal["zero", "remove"] = attrs.field(
+        default="zero",
+        validator=_Expect("`zero` or `remove`", lambda value: value in ("zero", "remove")),
+        metadata=_UNDER_TURNLEAF,
+    )
+    failure_window: float = attrs.field(
+        default=600,
+        validator=_Expect(f"a number above 0, at most {_YEAR}", _positive(_YEAR), _number_as_text),
+        metadata=_UNDER_TURNLEAF,
+    )
     tool_call_parser: str = attrs.field(default="auto", validator=_TEXT, metadata=_UNDER_TURNLEAF)
     reasoning_parser: str = attrs.field(default="auto", validator=_TEXT, metadata=_UNDER_TURNLEAF)
 

@@ -3,12 +3,19 @@
 import asyncio
 import signal
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 import anyio
 
-__all__ = ["cancel_and_wait", "drained", "is_cancelled", "is_interrupt", "start_task"]
+__all__ = [
+    "cancel_and_wait",
+    "drained",
+    "is_cancelled",
+    "is_interrupt",
+    "start_task",
+    "wait_for_first",
+]
 
 AGAIN = 2.0
 """Seconds after which a task that goes on is cancelled once more."""
@@ -95,3 +102,15 @@ def is_interrupt(error: BaseException) -> bool:
     return (
         innermost is not None and innermost.tb_frame.f_code.co_filename == asyncio.runners.__file__
     )
+
+
+async def wait_for_first(*waits: Callable[[], Awaitable[object]]) -> None:
+    """Return once one of `waits` has, and cancel the others; none of them may raise."""
+    async with anyio.create_task_group() as tasks:
+
+        async def wait(one: Callable[[], Awaitable[object]]) -> None:
+            await one()
+            tasks.cancel_scope.cancel()
+
+        for one in waits:
+            tasks.start_soon(wait, one)

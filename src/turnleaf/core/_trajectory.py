@@ -126,14 +126,15 @@ class Trajectory:
                 raise TrajectoryError(
                     f"turn {turn.id!r}: keeps {turn.keep} tokens of {parent.end} of its parent's"
                 )
-        if turn.replay is not None and turn.replay.routed_experts is not None:
-            experts = turn.replay.routed_experts.shape[1:]
-            if self._experts not in (None, experts):
+        experts = _experts(turn)
+        if experts is not None:
+            shape = experts.shape[1:]
+            if self._experts not in (None, shape):
                 raise TrajectoryError(
-                    f"turn {turn.id!r}: routed_experts has (layers, top_k) {experts}, but those "
+                    f"turn {turn.id!r}: routed_experts has (layers, top_k) {shape}, but those "
                     f"of earlier turns have {self._experts}"
                 )
-            self._experts = experts
+            self._experts = shape
         self._turns[turn.id] = turn
         self._indices.add(turn.index)
 
@@ -141,12 +142,15 @@ class Trajectory:
         """Set why a turn is not trained; None trains it. Raises TrajectoryError if unknown."""
         self._turns[turn_id] = attrs.evolve(self.turn(turn_id), excluded=reason)
 
-    def locate(self, prompt: TokenIds) -> Place:
+    def locate(self, prompt: TokenIds, *, with_experts: bool = False) -> Place:
         """Find the path that shares the longest token prefix with a full prompt.
 
         Ties go to a turn whose path is shared whole, then to one that was delivered, then to the
         latest one added. Costs one comparison of the prompt per branch that it follows, plus a
         step per turn.
+
+        with_experts: only turns that recorded routed experts count. A leaf has experts only if
+        all of its turns do, and a call that was aborted before its first token recorded none.
         """
         best, best_rank = Place(None, 0), (0, False, False)
         shared: dict[str | None, int] = {None: 0}
@@ -157,7 +161,8 @@ class Trajectory:
             shared[turn.id] = matched
             rank = (matched, matched == turn.end, turn.excluded != "undelivered")
             # A turn that adds nothing to the match is no parent: its own parent is one.
-            if matched > turn.keep and rank >= best_rank:
+            adds = matched > turn.keep and (not with_experts or _experts(turn) is not None)
+            if adds and rank >= best_rank:
                 best, best_rank = Place(turn.id, matched), rank
         return best
 
@@ -259,10 +264,14 @@ def _shared(turn: Turn, prompt: TokenIds) -> int:
     return at
 
 
+def _experts(turn: Turn) -> ReplayArray | None:
+    return None if turn.replay is None else turn.replay.routed_experts
+
+
 def _routed_experts(path: list[_Piece]) -> ReplayArray | None:
     rows = []
     for piece in path:
-        experts = piece.turn.replay.routed_experts if piece.turn.replay is not None else None
+        experts = _experts(piece.turn)
         if experts is None:
             return None
         # The last token that a turn contributes is routed in the call that follows it.

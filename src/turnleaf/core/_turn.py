@@ -16,6 +16,7 @@ __all__ = [
     "Logprobs",
     "Replay",
     "ReplayArray",
+    "Speculation",
     "TokenIds",
     "Turn",
     "TurnTimings",
@@ -99,6 +100,19 @@ class TurnTimings:
     total: float = 0.0
 
 
+@attrs.frozen
+class Speculation:
+    """How a turn's tokens were guessed by a draft model; counts from 0.
+
+    accepted: draft tokens that the model agreed with. drafted: draft tokens that it was shown.
+    verifications: forward passes that checked drafts, each of which also sampled a token itself.
+    """
+
+    accepted: int = attrs.field(validator=attrs.validators.ge(0))
+    drafted: int = attrs.field(validator=attrs.validators.ge(0))
+    verifications: int = attrs.field(validator=attrs.validators.ge(0))
+
+
 @attrs.frozen(eq=False)
 class Replay:
     """What a trainer needs to repeat the sampler's discrete choices; stored beyond the parent only.
@@ -180,6 +194,7 @@ class Turn:
     weight_versions: which weights sampled which output tokens; counts sum to n.
     cached_tokens: prompt tokens that the engine took from its prefix cache.
     replay: the sampler's discrete choices, where the trainer replays them.
+    speculation: None when no draft model took part, or the engine does not say.
     excluded: None, or why the turn is not trained.
 
     Raises TrajectoryError when the fields contradict each other.
@@ -197,6 +212,7 @@ class Turn:
     cached_tokens: int = attrs.field(default=0, converter=operator.index)
     timings: TurnTimings = TurnTimings()
     replay: Replay | None = None
+    speculation: Speculation | None = None
     excluded: Exclusion | None = None
 
     def __attrs_post_init__(self) -> None:

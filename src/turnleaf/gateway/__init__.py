@@ -1,6 +1,6 @@
 """The rollout gateway: an OpenAI-compatible endpoint that records the exact tokens.
 
-The trainer's process needs `run_worker`, `WorkerConfig` and `GatewayClient` only; a worker is
+The trainer's process needs `running_worker`, `WorkerConfig` and `GatewayClient` only; a worker is
 always a process of its own, `python -m turnleaf.gateway`.
 """
 
@@ -10,16 +10,30 @@ from typing import TYPE_CHECKING, Any
 from turnleaf.core import MissingExtraError
 
 if TYPE_CHECKING:
-    from turnleaf.gateway._client import GatewayClient, run_worker
+    from turnleaf.gateway._client import (
+        GatewayClient,
+        RunningWorker,
+        run_worker,
+        running_worker,
+    )
     from turnleaf.gateway._config import WorkerConfig, routable_address
 
-__all__ = ["GatewayClient", "WorkerConfig", "routable_address", "run_worker"]
+__all__ = [
+    "GatewayClient",
+    "RunningWorker",
+    "WorkerConfig",
+    "routable_address",
+    "run_worker",
+    "running_worker",
+]
 
 _HOMES = {
     "GatewayClient": "_client",
+    "RunningWorker": "_client",
     "WorkerConfig": "_config",
     "routable_address": "_config",
     "run_worker": "_client",
+    "running_worker": "_client",
 }
 
 

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+import attrs
 import httpx
 
 from turnleaf.core import (
@@ -14,10 +15,10 @@ from turnleaf.core import (
     Trajectory,
     TrajectoryError,
 )
-from turnleaf.gateway._child import child_process
+from turnleaf.gateway._child import Child, child_process
 from turnleaf.gateway._config import WorkerConfig
 
-__all__ = ["GatewayClient", "run_worker"]
+__all__ = ["GatewayClient", "RunningWorker", "run_worker", "running_worker"]
 
 TIMEOUT = 30.0
 """Seconds that the control listener may take; closing a key takes at most a few."""
@@ -98,11 +99,37 @@ class GatewayClient:
         )
 
 
+@attrs.frozen(eq=False)
+class RunningWorker:
+    """A worker process that has announced itself."""
+
+    gateway: GatewayClient
+    _child: Child
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._child.pid
+
+    async def ended(self) -> int:
+        """Wait until the process ends, and return its exit code; negative for a signal."""
+        return await self._child.wait()
+
+
 @asynccontextmanager
 async def run_worker(
     config: WorkerConfig, *, ready_timeout: float = 120.0
 ) -> AsyncIterator[GatewayClient]:
-    """Run a worker process until the context is left; yields its client once it is ready.
+    """As `running_worker`, for whoever needs its gateway only."""
+    async with running_worker(config, ready_timeout=ready_timeout) as worker:
+        yield worker.gateway
+
+
+@asynccontextmanager
+async def running_worker(
+    config: WorkerConfig, *, ready_timeout: float = 120.0
+) -> AsyncIterator[RunningWorker]:
+    """Run a worker process until the context is left; yields it once it is ready.
 
     ready_timeout: seconds; loading a tokenizer takes a few. Raises ContractError with the
     worker's own message when its configuration cannot work, GatewayError when it does not start.
@@ -119,7 +146,7 @@ async def run_worker(
             child.ready["control_url"], config.control_token, base_url=child.ready["base_url"]
         )
         try:
-            yield client
+            yield RunningWorker(client, child)
         finally:
             await client.aclose()
 

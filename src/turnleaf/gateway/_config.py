@@ -23,6 +23,13 @@ def _port(_: Any, attribute: "attrs.Attribute[int]", value: int) -> None:
         raise ValueError(f"{attribute.name} is {value}, but ports are 0 to 65535")
 
 
+def _shape(
+    _: Any, attribute: "attrs.Attribute[tuple[int, int] | None]", value: tuple[int, int] | None
+) -> None:
+    if value is not None and min(value) < 1:
+        raise ValueError(f"{attribute.name} is {value}, not (layers, top_k)")
+
+
 @attrs.frozen
 class WorkerConfig:
     """Configuration of one worker.
@@ -34,6 +41,9 @@ class WorkerConfig:
     public_url: what agents are told instead of host and port, `{port}` filled in.
     template_arguments: passed to the chat template on every render. max_context_tokens: None for
     the model's own limit.
+    routed_experts_shape: (layers, top_k) of the model, when every turn records which experts each
+    token was routed to; None for none. expect_top_p_ids: keys' sampling will ask for the ids that
+    top-p kept. What is expected here is tried out before the worker is ready.
     """
 
     engine_url: str
@@ -49,10 +59,19 @@ class WorkerConfig:
     max_context_tokens: int | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    routed_experts_shape: tuple[int, int] | None = attrs.field(default=None, validator=_shape)
+    expect_top_p_ids: bool = False
 
     @classmethod
     def for_settings(
-        cls, settings: Settings, *, engine_url: str, model: str, model_id: str | None = None
+        cls,
+        settings: Settings,
+        *,
+        engine_url: str,
+        model: str,
+        model_id: str | None = None,
+        routed_experts_shape: tuple[int, int] | None = None,
+        expect_top_p_ids: bool = False,
     ) -> "WorkerConfig":
         """The configuration that a trainer's settings ask for, with a control token of its own.
 
@@ -70,6 +89,8 @@ class WorkerConfig:
             max_context_tokens=settings.max_context_tokens,
             tool_call_parser=settings.tool_call_parser,
             reasoning_parser=settings.reasoning_parser,
+            routed_experts_shape=routed_experts_shape,
+            expect_top_p_ids=expect_top_p_ids,
         )
 
     def to_mapping(self) -> dict[str, Any]:

@@ -91,6 +91,8 @@ def _sampling(sampling: Any) -> dict[str, Any]:
     stop = sampling.get("stop") or []
     if not isinstance(stop, str | list) or not all(isinstance(one, str) for one in stop):
         raise bad_request("sampling.stop", "is a string or a list of strings")
+    if not isinstance(sampling.get("custom_params") or {}, dict):
+        raise bad_request("sampling.custom_params", "is an object")
     return sampling
 
 

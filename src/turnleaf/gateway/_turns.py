@@ -12,7 +12,7 @@ import anyio.to_thread
 import attrs
 import numpy as np
 
-from turnleaf.core import EngineError, TokenIds, Turn, TurnTimings
+from turnleaf.core import EngineError, Place, Replay, TokenIds, Turn, TurnTimings
 from turnleaf.gateway._history import Conversation, Match
 from turnleaf.gateway._http import BODY_LIMIT
 from turnleaf.gateway._keys import Call, Record
@@ -23,6 +23,7 @@ from turnleaf.gateway.engines import (
     EngineRequest,
     EngineUnavailable,
     UntrustedReply,
+    WantedExperts,
 )
 from turnleaf.gateway.protocols import ChatRequest, Completion, RequestError
 from turnleaf.gateway.rendering import Parsed, Rendered, Renderer, RenderError
@@ -67,12 +68,21 @@ class Turns:
     """Builds prompts from tokens already sampled, calls the engine, and records what it samples.
 
     max_context_tokens: the most tokens that prompt and output may have together.
+    routed_experts_shape: (layers, top_k) of the experts that every turn records; None for none.
     """
 
-    def __init__(self, renderer: Renderer, engine: Engine, *, max_context_tokens: int) -> None:
+    def __init__(
+        self,
+        renderer: Renderer,
+        engine: Engine,
+        *,
+        max_context_tokens: int,
+        routed_experts_shape: tuple[int, int] | None = None,
+    ) -> None:
         self._renderer = renderer
         self._engine = engine
         self._max_context_tokens = max_context_tokens
+        self._experts_shape = routed_experts_shape
         self._one_at_a_time = anyio.Lock()
 
     @property
@@ -133,9 +143,10 @@ class Turns:
         it has trouble.
         """
         began = time.monotonic()
-        reply = await self._generate(record, prepared, call)
+        experts = self._wanted_experts(record, prepared.prompt)
+        reply = await self._generate(record, prepared, call, experts)
         engine_seconds = time.monotonic() - began
-        turn = self._turn(record, prepared, reply, call, engine_seconds)
+        turn = self._turn(record, prepared, reply, call, engine_seconds, experts)
         record.trajectory.add(turn)
         if call.stop.is_set():
             raise ended()
@@ -224,12 +235,25 @@ class Turns:
             sampling["stop"] = stop
         return sampling
 
-    async def _generate(self, record: Record, prepared: Prepared, call: Call) -> EngineReply:
+    def _place(self, record: Record, prompt: TokenIds) -> Place:
+        return record.trajectory.locate(prompt, with_experts=self._experts_shape is not None)
+
+    def _wanted_experts(self, record: Record, prompt: TokenIds) -> WantedExperts | None:
+        """The rows that the turn may have to record: others may be recorded before it, which only
+        makes them fewer."""
+        if self._experts_shape is None:
+            return None
+        return WantedExperts(self._experts_shape, _first_row(self._place(record, prompt)))
+
+    async def _generate(
+        self, record: Record, prepared: Prepared, call: Call, experts: WantedExperts | None
+    ) -> EngineReply:
         request = EngineRequest(
             turn_id=prepared.turn_id,
             input_ids=prepared.prompt,
             sampling=self._sampling(record, prepared),
             routing_key=record.name,
+            experts=experts,
         )
         try:
             return await self._engine.generate(request, stop=call.stop)
@@ -258,8 +282,9 @@ class Turns:
         reply: EngineReply,
         call: Call,
         engine_seconds: float,
+        experts: WantedExperts | None,
     ) -> Turn:
-        place = record.trajectory.locate(prepared.prompt)
+        place = self._place(record, prepared.prompt)
         if call.stop.is_set():
             excluded = call.reason
         elif reply.finish_reason == "abort":
@@ -282,6 +307,8 @@ class Turns:
                 engine=engine_seconds,
                 total=time.monotonic() - prepared.began,
             ),
+            replay=_replay(reply, place, experts),
+            speculation=reply.speculation,
             excluded=excluded,
         )
 
@@ -321,6 +348,20 @@ class Turns:
                 record.id,
                 ", ".join(asked),
             )
+
+
+def _first_row(place: Place) -> int:
+    """The position of the first row of routed experts that a turn at that place records."""
+    return max(place.keep - 1, 0)
+
+
+def _replay(reply: EngineReply, place: Place, experts: WantedExperts | None) -> Replay | None:
+    rows = reply.routed_experts
+    if rows is not None and experts is not None:
+        rows = rows[_first_row(place) - experts.start :]
+    if rows is None and reply.top_p_ids is None:
+        return None
+    return Replay(routed_experts=rows, top_p_ids=reply.top_p_ids, top_p_offsets=reply.top_p_offsets)
 
 
 def _message(parsed: Parsed) -> dict[str, Any]:

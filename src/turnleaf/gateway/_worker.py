@@ -15,6 +15,7 @@ from turnleaf.gateway._child import announce, announce_error, read_config, until
 from turnleaf.gateway._config import ANY_ADDRESS, PORTS, WorkerConfig, routable_address
 from turnleaf.gateway._control_app import control_app
 from turnleaf.gateway._keys import Keys
+from turnleaf.gateway._probe import check_replay
 from turnleaf.gateway._serving import BACKLOG, served
 from turnleaf.gateway._turns import Turns
 from turnleaf.gateway.engines import Engine, SGLangEngine
@@ -52,11 +53,22 @@ async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(engine.aclose)
         await _check(engine)
+        if config.routed_experts_shape is not None or config.expect_top_p_ids:
+            await check_replay(
+                engine,
+                routed_experts_shape=config.routed_experts_shape,
+                top_p_ids=config.expect_top_p_ids,
+            )
         agents_socket = stack.enter_context(listen(config.host, config.port))
         control_socket = stack.enter_context(listen(config.control_host, 0))
         base_url = _base_url(config, agents_socket.getsockname()[1])
         keys = Keys(config.client_reasoning)
-        turns = Turns(renderer, engine, max_context_tokens=limit)
+        turns = Turns(
+            renderer,
+            engine,
+            max_context_tokens=limit,
+            routed_experts_shape=config.routed_experts_shape,
+        )
         model_id = config.model_id or Path(config.model).name
         agents = agents_app(keys, turns, model_id=model_id)
         control = control_app(keys, engine, base_url=base_url, token=config.control_token)

@@ -19,6 +19,7 @@ from turnleaf.adapters.mock._policy_training import (
 )
 from turnleaf.adapters.mock._recipe import Recipe
 from turnleaf.adapters.mock._rollouts import Request, Rollouts
+from turnleaf.adapters.mock._router import UNKNOWN_FIELDS, serve_router
 from turnleaf.adapters.mock._samples import Sample, samples_of, training_samples
 from turnleaf.adapters.mock._script import Reply, ReplyFunction, Script
 from turnleaf.adapters.mock._scripted import ScriptedEngine, Tokenizer
@@ -27,6 +28,7 @@ from turnleaf.adapters.mock._trainer import Trainer
 from turnleaf.adapters.mock._warm_up import Conversation, warmed_up
 
 __all__ = [
+    "UNKNOWN_FIELDS",
     "Call",
     "Conversation",
     "Counts",
@@ -61,6 +63,7 @@ __all__ = [
     "samples_of",
     "sequence_logprobs",
     "serve_engine",
+    "serve_router",
     "training_samples",
     "use_one_blas_thread",
     "warmed_up",

@@ -2,22 +2,25 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from itertools import pairwise
+from typing import Any, Literal
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from turnleaf.adapters.mock._ledger import LedgerEntry
-from turnleaf.core import Exclusion, Leaf, Trajectory, Turn
+from turnleaf.core import Exclusion, Leaf, Replay, Trajectory, Turn
+from turnleaf.gateway._probe import PROBE
 
 __all__ = ["LedgerReport", "Loss", "compare"]
 
-Loss = Literal["unanswered", "aborted", "miscounted", "retried"]
+Loss = Literal["probe", "unanswered", "aborted", "miscounted", "retried"]
 """Why what an engine sampled is in no turn.
 
+probe: a starting worker asked for it, to see whether replay data comes; it is no rollout's.
 unanswered: the call was cut before an answer left the engine. aborted: it was ended by an abort,
-and nobody waited for the part. miscounted: its reply was refused, since its counts do not fit.
+and nobody waited for the part. miscounted: its reply was refused, since what it says does not fit.
 retried: its reply did not arrive, and a later attempt became the turn.
 """
 
@@ -46,6 +49,8 @@ def compare(entries: Iterable[LedgerEntry], trajectories: Iterable[Trajectory]) 
 
     What is trained is found by looking in the leaves for the prompt and output that the *engine*
     saw, position by position; of turns and leaves, only tokens, mask and log-probabilities count.
+    Where the engine sent replay data, a leaf must hold just that for every token of such a call:
+    the ids kept at its outputs, and the experts of the whole path up to its last token.
     """
     trajectories = list(trajectories)
     problems: list[str] = []
@@ -98,9 +103,11 @@ def compare(entries: Iterable[LedgerEntry], trajectories: Iterable[Trajectory]) 
 
 
 def _loss(entry: LedgerEntry) -> Loss | None:
+    if entry.routing_key == PROBE:
+        return "probe"
     if not entry.answered:
         return "unanswered"
-    if entry.completion_tokens != len(entry.output_ids):
+    if entry.spoiled or entry.completion_tokens != len(entry.output_ids):
         return "miscounted"
     if entry.finish == "abort":
         return "aborted"
@@ -123,6 +130,8 @@ def _turn_problems(trajectory: Trajectory, turn: Turn, entry: LedgerEntry) -> It
         ("logprobs", np.array_equal(turn.logprobs, entry.logprobs.astype(np.float32))),
         ("finish_reason", turn.finish_reason == entry.finish),
         ("weight_versions", turn.weight_versions == entry.weight_versions),
+        ("speculation", turn.speculation == entry.speculation),
+        ("replay data", turn.replay == _replay(entry, turn.keep)),
     ):
         if not same:
             yield f"turn {turn.id}: not the {name} of call {entry.rid}"
@@ -137,10 +146,13 @@ def _leaf_problems(
         for leaf, mask in zip(leaves, unclaimed, strict=True):
             if _trains(leaf, mask, entry):
                 mask[_span(entry)] = False
+                yield from _replay_problems(leaf, entry)
                 break
         else:
             yield f"call {entry.rid}: no leaf trains its output in the context it was sampled in"
     for number, (leaf, mask) in enumerate(zip(leaves, unclaimed, strict=True)):
+        if leaf.top_p_offsets is not None and np.diff(leaf.top_p_offsets)[~leaf.loss_mask].any():
+            yield f"leaf {number}: has kept ids at tokens that are not trained"
         if not mask.any():
             continue
         culprits = [
@@ -153,6 +165,35 @@ def _leaf_problems(
             f"leaf {number}: {np.count_nonzero(mask)} trained positions, the first at "
             f"{np.flatnonzero(mask)[0]}, that nobody sampled there ({', '.join(culprits) or '?'})"
         )
+
+
+def _replay(entry: LedgerEntry, keep: int) -> Replay | None:
+    """What a turn records of the call that keeps so many tokens of its parent's path."""
+    experts, kept = entry.routed_experts, entry.top_p_ids
+    if experts is None and kept is None:
+        return None
+    return Replay(
+        routed_experts=None if experts is None else experts[max(keep - 1, 0) :],
+        top_p_ids=None if kept is None else [i for ids in kept for i in ids],
+        top_p_offsets=None if kept is None else np.cumsum([0, *map(len, kept)]),
+    )
+
+
+def _replay_problems(leaf: Leaf, entry: LedgerEntry) -> Iterator[str]:
+    experts = leaf.routed_experts
+    rows = None if experts is None else experts[: _span(entry).stop - 1]
+    if not _same(rows, entry.routed_experts):
+        yield f"call {entry.rid}: its leaf has other routed experts than the engine's"
+    kept = None
+    if leaf.top_p_ids is not None and leaf.top_p_offsets is not None:
+        bounds = leaf.top_p_offsets[_span(entry).start : _span(entry).stop + 1].tolist()
+        kept = [leaf.top_p_ids[begin:end].tolist() for begin, end in pairwise(bounds)]
+    if kept != entry.top_p_ids:
+        yield f"call {entry.rid}: its leaf has other top-p ids than the engine's"
+
+
+def _same(one: npt.NDArray[Any] | None, other: npt.NDArray[Any] | None) -> bool:
+    return one is other if one is None or other is None else np.array_equal(one, other)
 
 
 def _span(entry: LedgerEntry) -> slice:

@@ -17,7 +17,8 @@ class Call:
     """One `/generate` request.
 
     logprob_start_len: the position from which log-probabilities of the prompt are asked for; -1
-    for none. aborted, gone: it was aborted; its client went away.
+    for none. experts_from: the same of routed experts; None for none. aborted, gone: it was
+    aborted; its client went away.
     """
 
     rid: str
@@ -25,6 +26,7 @@ class Call:
     input_ids: TokenIds
     sampling: Mapping[str, Any]
     logprob_start_len: int = -1
+    experts_from: int | None = None
     aborted: bool = False
     gone: bool = False
     _ended: anyio.Event = attrs.field(init=False, factory=anyio.Event)

@@ -37,8 +37,8 @@ class _BrokenOff:
 
 def engine_app(engine: MockEngine) -> Starlette:
     """The ASGI app: `/generate` (unstreamed), `/abort_request`, `/pause_generation` (with SGLang's
-    modes "abort" and "retract"), `/continue_generation`, `/update_weights_from_disk`, `/health`
-    and `/get_model_info`. It is no router: `/workers` is a 404.
+    modes "abort" and "retract"), `/continue_generation`, `/update_weights_from_disk`, `/health`,
+    `/get_model_info` and `/v1/loads`. It is no router: `/workers` is a 404.
     """
     handlers = _Handlers(engine)
     return Starlette(
@@ -50,6 +50,7 @@ def engine_app(engine: MockEngine) -> Starlette:
             Route("/update_weights_from_disk", handlers.update_weights_from_disk, methods=["POST"]),
             Route("/health", handlers.health),
             Route("/get_model_info", handlers.get_model_info),
+            Route("/v1/loads", handlers.loads),
         ],
         exception_handlers={_BadRequestError: _refused},
     )
@@ -66,9 +67,17 @@ async def _refused(_: Request, error: Exception) -> Response:
 @attrs.frozen
 class _Handlers:
     engine: MockEngine
+    running: list[Call] = attrs.field(init=False, factory=list)
 
     async def generate(self, request: Request) -> Any:
         call = _call(await _json(request), request.headers.get("x-smg-routing-key", ""))
+        self.running.append(call)
+        try:
+            return await self._response(request, call)
+        finally:
+            self.running.remove(call)
+
+    async def _response(self, request: Request, call: Call) -> Any:
         outcome = None
         async with anyio.create_task_group() as tasks:
 
@@ -124,6 +133,11 @@ class _Handlers:
     async def get_model_info(self, _: Request) -> Response:
         engine = self.engine
         return _answer({"model_path": engine.model_path, "weight_version": engine.weight_version})
+
+    async def loads(self, _: Request) -> Response:
+        running = sum(not (call.aborted or call.gone) for call in self.running)
+        load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": 0}
+        return _answer({"loads": [load]})
 
 
 @asynccontextmanager
@@ -183,12 +197,18 @@ def _call(body: dict[str, Any], routing_key: str) -> Call:
     start = body.get("logprob_start_len", -1)
     if type(start) is not int or start not in (-1, 0):
         raise _BadRequestError(f"logprob_start_len: {start!r} is neither -1 nor 0")
+    experts_from = body.get("routed_experts_start_len", 0)
+    if type(experts_from) is not int or not 0 <= experts_from <= len(ids):
+        raise _BadRequestError(
+            f"routed_experts_start_len: {experts_from!r} is no position of the prompt"
+        )
     return Call(
         rid=str(body.get("rid", "")),
         routing_key=unquote(routing_key),
         input_ids=np.array(ids, dtype=np.int32),
         sampling=sampling,
         logprob_start_len=start,
+        experts_from=experts_from if body.get("return_routed_experts") is True else None,
     )
 
 

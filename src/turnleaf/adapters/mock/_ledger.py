@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from turnleaf.core import FinishReason, TokenIds, WeightSpan
+from turnleaf.core import FinishReason, Speculation, TokenIds, WeightSpan
 
 __all__ = ["Ledger", "LedgerEntry", "turn_of"]
 
@@ -28,6 +28,10 @@ def _spans(values: Iterable[WeightSpan | dict[str, Any]]) -> tuple[WeightSpan, .
     )
 
 
+def _speculation(value: Speculation | dict[str, int] | None) -> Speculation | None:
+    return Speculation(**value) if isinstance(value, dict) else value
+
+
 def turn_of(rid: str) -> str:
     """The id of the turn that a call was made for: its rid is `<turn id>.<attempt>`."""
     turn_id, _, attempt = rid.rpartition(".")
@@ -42,7 +46,10 @@ class LedgerEntry:
     it arrived. output_ids: int32[n], n > 0. logprobs: float64[n], as they went out.
     weight_versions: which weights sampled which of them; counts sum to n. completion_tokens: how
     many output tokens the reply claimed; n, unless a script lied. answered: whether an answer left
-    the engine.
+    the engine. spoiled: whether a script falsified it. speculation: the counts that went out.
+    top_p_ids: those kept at each output token, and routed_experts: int32[p + n - 1, layers, top_k],
+    of every position, whichever of them went out; None where they were not asked for, or the
+    engine does not know them.
     """
 
     rid: str
@@ -55,6 +62,12 @@ class LedgerEntry:
     finish: FinishReason
     completion_tokens: int
     answered: bool
+    spoiled: bool = False
+    speculation: Speculation | None = attrs.field(default=None, converter=_speculation)
+    top_p_ids: list[list[int]] | None = None
+    routed_experts: npt.NDArray[np.int32] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(_int32)
+    )
 
 
 class Ledger:

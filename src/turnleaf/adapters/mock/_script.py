@@ -32,6 +32,10 @@ class Reply:
     fail: answer with this HTTP status, and sample nothing.
     drop: sample, then break the connection.
     mismatch: claim one token more than there are log-probabilities.
+    spoil: members of `meta_info` that take the place of the true ones, null to leave one out: for
+        replies that nobody may trust.
+    speculation: what a draft model is said to have done: drafts accepted and drafted, and
+        verifications.
     prompt_tail: let `output_ids`, and only those, begin with the last that many prompt ids.
     times: for how many calls the reply is played.
     """
@@ -49,12 +53,16 @@ class Reply:
     fail: int | None = attrs.field(default=None, validator=_optional(_is(int)))
     drop: bool = False
     mismatch: bool = False
+    spoil: Mapping[str, Any] | None = attrs.field(default=None, validator=_optional(_is(dict)))
+    speculation: tuple[int, int, int] | None = attrs.field(default=None, converter=_optional_tuple)
     prompt_tail: int = attrs.field(default=0, validator=_is(int))
     times: int = attrs.field(default=1, validator=[_is(int), attrs.validators.ge(1)])
 
     def __attrs_post_init__(self) -> None:
         if self.text is not None and self.ids is not None:
             raise ValueError("a reply has a text or ids, not both")
+        if self.speculation is not None and len(self.speculation) != 3:
+            raise ValueError("speculation is [accepted, drafted, verifications]")
 
 
 ReplyFunction = Callable[[TokenIds, int], Reply | Mapping[str, Any]]

@@ -12,11 +12,22 @@ from typing import Any, Protocol
 import anyio
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from turnleaf.adapters.mock._calls import Answer, Call, Failure, Outcome, finish_reason_body
 from turnleaf.adapters.mock._ledger import Ledger, LedgerEntry, turn_of
+from turnleaf.adapters.mock._replay_data import (
+    filters,
+    int32_base64,
+    kept_ids,
+    routed_experts,
+    speculation_fields,
+    top_p_fields,
+)
 from turnleaf.adapters.mock._script import Reply, ReplyFunction, Script, parse_reply, parse_script
-from turnleaf.core import ContractError, FinishReason, TokenIds, WeightSpan
+from turnleaf.core import ContractError, FinishReason, Speculation, TokenIds, WeightSpan
+from turnleaf.gateway._probe import PROBE
+from turnleaf.gateway.engines import wants_top_p_ids
 
 __all__ = ["ScriptedEngine", "Tokenizer"]
 
@@ -44,6 +55,7 @@ class _Sample:
 
 
 _NOTHING = _Sample([], [], "abort", None)
+_PROBE_REPLY = Reply(ids=(0,), finish="length")
 
 
 class ScriptedEngine:
@@ -54,6 +66,10 @@ class ScriptedEngine:
     (a 500 would be retried). stop_token_id: what ends an output and, anywhere in it, cuts it;
     without one nothing is appended. seed: of the made-up log-probabilities. weight_version: may
     be set at any time; calls report what it is when they end. calls: every call that arrived.
+    routed_experts_shape: (layers, top_k) of the experts that it makes up for whoever asks; None for
+    an engine that knows none. knows_top_p_ids: whether it sends the ids that top-p kept, as SGLang
+    does with slime's patch. A worker's probe is answered with one id unless the script has a reply
+    to it.
 
     Raises ContractError when the script is not valid.
     """
@@ -67,8 +83,10 @@ class ScriptedEngine:
         repeat: bool = False,
         seed: int = 0,
         ledger: Ledger | None = None,
+        routed_experts_shape: tuple[int, int] | None = None,
+        knows_top_p_ids: bool = True,
     ) -> None:
-        self._script = parse_script(script)
+        self._script = parse_script({PROBE: [_PROBE_REPLY], **script})
         self._tokenizer = tokenizer
         for rollout, replies in self._script.items():
             for reply in replies:
@@ -77,6 +95,8 @@ class ScriptedEngine:
         self._stop_token_id = stop_token_id
         self._repeat = repeat
         self._seed = seed
+        self._experts_shape = routed_experts_shape
+        self._knows_top_p_ids = knows_top_p_ids
         self.ledger = Ledger() if ledger is None else ledger
         self.model_path = "scripted"
         self.weight_version = "default"
@@ -87,13 +107,25 @@ class ScriptedEngine:
         self._unpaused.set()
         self._sequences: deque[TokenIds] = deque(maxlen=_REMEMBERED_SEQUENCES)
 
+    def play(self, script: Script) -> None:
+        """Begin another script, with an empty ledger and no calls."""
+        self._script = parse_script({PROBE: [_PROBE_REPLY], **script})
+        for rollout, replies in self._script.items():
+            for reply in replies:
+                if isinstance(reply, Reply):
+                    self._check(reply, rollout)
+        self._played.clear()
+        self.ledger = Ledger()
+        self.calls = []
+
     async def generate(self, call: Call) -> Outcome:
         """Play the next reply to a call."""
         self.calls.append(call)
         number = self._played[call.routing_key]
         self._played[call.routing_key] += 1
         replies = self._script.get(call.routing_key, self._script.get("*", []))
-        if number >= len(replies) and not (replies and self._repeat):
+        repeat = self._repeat or call.routing_key == PROBE
+        if number >= len(replies) and not (replies and repeat):
             return Failure(
                 400,
                 f"the script has {len(replies)} replies for rollout {call.routing_key!r}, "
@@ -232,6 +264,12 @@ class ScriptedEngine:
         completion_tokens = len(sample.ids) + reply.mismatch
         answered = not (call.gone or reply.drop)
         cached_tokens = self._cached_tokens(call.input_ids)
+        output = np.array(sample.ids, dtype=np.int32)
+        path = np.concatenate([call.input_ids, output])
+        top_p_ids = self._top_p_ids(call, path) if sample.ids else None
+        seen = sample.ids or sample.finish != "abort"
+        experts = self._routed_experts(call, path) if seen else None
+        speculation = None if reply.speculation is None else Speculation(*reply.speculation)
         if sample.ids:
             self.ledger.append(
                 LedgerEntry(
@@ -245,14 +283,17 @@ class ScriptedEngine:
                     finish=sample.finish,
                     completion_tokens=completion_tokens,
                     answered=answered,
+                    spoiled=reply.spoil is not None,
+                    speculation=speculation,
+                    top_p_ids=top_p_ids,
+                    routed_experts=experts,
                 )
             )
-        output = np.array(sample.ids, dtype=np.int32)
-        self._sequences.append(np.concatenate([call.input_ids, output]))
+        self._sequences.append(path)
         if not answered:
             return None
         tail = call.input_ids[len(call.input_ids) - reply.prompt_tail :].tolist()
-        meta_info = {
+        meta_info: dict[str, Any] = {
             "id": call.rid,
             "finish_reason": finish_reason_body(sample.finish, sample.matched, len(sample.ids)),
             "prompt_tokens": len(call.input_ids),
@@ -266,8 +307,28 @@ class ScriptedEngine:
             ],
             "input_token_logprobs": [],
         }
+        if top_p_ids is not None:
+            meta_info |= top_p_fields(top_p_ids)
+        if experts is not None:
+            meta_info["routed_experts"] = int32_base64(experts[call.experts_from :])
+        if speculation is not None:
+            meta_info |= speculation_fields(speculation)
+        told = meta_info | dict(reply.spoil or {})
+        meta_info = {name: value for name, value in told.items() if value is not None}
         text = "" if self._tokenizer is None else self._tokenizer.decode(sample.ids)
         return Answer({"text": text, "output_ids": tail + sample.ids, "meta_info": meta_info})
+
+    def _top_p_ids(self, call: Call, path: TokenIds) -> list[list[int]] | None:
+        if not (
+            self._knows_top_p_ids and wants_top_p_ids(call.sampling) and filters(call.sampling)
+        ):
+            return None
+        return kept_ids(path, since=len(call.input_ids), seed=self._seed)
+
+    def _routed_experts(self, call: Call, path: TokenIds) -> npt.NDArray[np.int32] | None:
+        if self._experts_shape is None or call.experts_from is None:
+            return None
+        return routed_experts(path[:-1], self._experts_shape, seed=self._seed)
 
     def _cached_tokens(self, input_ids: TokenIds) -> int:
         """The longest prefix that an earlier call left; the last prompt token is always computed,

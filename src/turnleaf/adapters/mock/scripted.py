@@ -2,7 +2,8 @@
 
 Configuration, one line of JSON on stdin: `script` (rollout → replies, see `Reply`), and optionally
 `tokenizer` (path of a tokenizer.json), `stop_token_id`, `repeat`, `seed`, `ledger` (path of the
-ledger.jsonl to append to), `host` and `port`. Its readiness line is `{"url": …}`.
+ledger.jsonl to append to), `routed_experts_shape`, `knows_top_p_ids`, `host` and `port`. Its
+readiness line is `{"url": …}`.
 """
 
 from contextlib import AbstractAsyncContextManager
@@ -26,6 +27,10 @@ class _Config:
     repeat: bool = False
     seed: int = 0
     ledger: str | None = None
+    routed_experts_shape: tuple[int, int] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(tuple)
+    )
+    knows_top_p_ids: bool = True
     host: str = "127.0.0.1"
     port: int = 0
 
@@ -41,6 +46,8 @@ def _engine(config: _Config) -> ScriptedEngine:
         repeat=config.repeat,
         seed=config.seed,
         ledger=Ledger(None if config.ledger is None else Path(config.ledger)),
+        routed_experts_shape=config.routed_experts_shape,
+        knows_top_p_ids=config.knows_top_p_ids,
     )
 
 

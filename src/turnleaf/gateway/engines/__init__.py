@@ -6,7 +6,10 @@ from turnleaf.gateway.engines._base import (
     EngineReply,
     EngineRequest,
     EngineUnavailable,
+    ReplayMissing,
     UntrustedReply,
+    WantedExperts,
+    wants_top_p_ids,
 )
 from turnleaf.gateway.engines._sglang import SGLangEngine
 
@@ -16,6 +19,9 @@ __all__ = [
     "EngineReply",
     "EngineRequest",
     "EngineUnavailable",
+    "ReplayMissing",
     "SGLangEngine",
     "UntrustedReply",
+    "WantedExperts",
+    "wants_top_p_ids",
 ]

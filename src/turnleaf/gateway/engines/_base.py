@@ -6,7 +6,15 @@ from typing import Any, Protocol
 import anyio
 import attrs
 
-from turnleaf.core import EngineError, FinishReason, Logprobs, TokenIds, WeightSpan
+from turnleaf.core import (
+    EngineError,
+    FinishReason,
+    Logprobs,
+    ReplayArray,
+    Speculation,
+    TokenIds,
+    WeightSpan,
+)
 
 __all__ = [
     "Engine",
@@ -14,7 +22,10 @@ __all__ = [
     "EngineReply",
     "EngineRequest",
     "EngineUnavailable",
+    "ReplayMissing",
     "UntrustedReply",
+    "WantedExperts",
+    "wants_top_p_ids",
 ]
 
 
@@ -26,8 +37,28 @@ class UntrustedReply(EngineError):
     """The engine's reply does not add up (counts that do not fit): nothing of it is recorded."""
 
 
+class ReplayMissing(UntrustedReply):
+    """The reply lacks replay data that was asked for. fields: of `meta_info`, that are missing."""
+
+    def __init__(self, message: str, fields: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.fields = fields
+
+
 class EngineLost(EngineError):
     """The call was stopped and the engine handed nothing back: what it sampled is lost."""
+
+
+@attrs.frozen
+class WantedExperts:
+    """Which routed experts a reply must carry.
+
+    shape: (layers, top_k) of the model. start: the position of the first row that is needed, in
+    prompt and output together; earlier ones are known.
+    """
+
+    shape: tuple[int, int]
+    start: int = 0
 
 
 @attrs.frozen(eq=False)
@@ -36,14 +67,23 @@ class EngineRequest:
 
     turn_id: names the turn; each attempt sends `<turn_id>.<attempt>` as its rid, counted from 0.
     input_ids: int32[n], the whole prompt.
-    sampling: SGLang sampling parameters, `max_new_tokens` included.
+    sampling: SGLang sampling parameters, `max_new_tokens` included. Where they ask for top-p's kept
+        ids (`wants_top_p_ids`), the reply must have them.
     routing_key: stable and not secret; keeps a rollout on one engine (`X-SMG-Routing-Key`).
+    experts: the routed experts that the reply must have; None asks for none.
     """
 
     turn_id: str
     input_ids: TokenIds
     sampling: Mapping[str, Any]
     routing_key: str
+    experts: WantedExperts | None = None
+
+
+def wants_top_p_ids(sampling: Mapping[str, Any]) -> bool:
+    """Whether sampling parameters ask for the ids that top-p kept, as slime's SGLang reads it."""
+    custom = sampling.get("custom_params")
+    return isinstance(custom, Mapping) and bool(custom.get("return_top_p_token_ids"))
 
 
 @attrs.frozen(eq=False)
@@ -52,6 +92,10 @@ class EngineReply:
 
     output: int32[n]; logprobs: float32[n], one per output token, both read from the
     log-probability entries. matched: the stop string, or the id of the stop token, that ended it.
+    routed_experts: [rows, layers, top_k] of the positions from the wanted start up to the last
+    output token, which was not routed yet. top_p_ids, top_p_offsets: see `turnleaf.core.Replay`.
+    All three are None where they were not asked for. Where nothing was sampled there are no kept
+    ids, and after an abort no experts either.
     """
 
     output: TokenIds
@@ -60,6 +104,10 @@ class EngineReply:
     matched: str | int | None
     cached_tokens: int
     weight_versions: tuple[WeightSpan, ...]
+    routed_experts: ReplayArray | None = None
+    top_p_ids: ReplayArray | None = None
+    top_p_offsets: ReplayArray | None = None
+    speculation: Speculation | None = None
 
 
 class Engine(Protocol):

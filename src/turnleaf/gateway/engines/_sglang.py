@@ -21,8 +21,14 @@ from turnleaf.gateway.engines._base import (
     EngineRequest,
     EngineUnavailable,
     UntrustedReply,
+    wants_top_p_ids,
 )
-from turnleaf.gateway.engines._sglang_wire import decode_reply, encode_request, error_text
+from turnleaf.gateway.engines._sglang_wire import (
+    decode_reply,
+    encode_request,
+    error_text,
+    reply_limit,
+)
 
 __all__ = ["SGLangEngine"]
 
@@ -35,7 +41,6 @@ _CANCEL_GRACE = 1.0  # seconds that a cancelled call may spend on its abort
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 5.0  # seconds
 # SGLang's server closes a connection that was idle for 5 s; a call sent into that moment is lost.
 _KEEP_IDLE = 4.0
-_MAX_REPLY = 256 * 2**20  # bytes; 100,000 tokens with their log-probabilities take about 5 MB
 _MAX_CONTROL_REPLY = 2**20
 _CONCURRENT_ABORTS = 64  # a trainer's abort ends every call at once; descriptors are finite
 _PASSING = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
@@ -59,12 +64,14 @@ class SGLangEngine:
     failure in which connection failures, timeouts, 408, 429 and 5xx are tried again, each time
     under a new rid; what a lost attempt may have sampled is recorded nowhere.
 
+    address: the URL as logs and errors may show it.
+
     Belongs to the event loop that first uses it. Raises SettingsError when `url` is not one.
     """
 
     def __init__(self, url: str, *, retry_budget: float = 30.0) -> None:
-        self._url = url.rstrip("/")
-        self._address = _address(self._url)
+        self.url = url.rstrip("/")
+        self.address = _address(self.url)
         self._retry_budget = retry_budget
         self._aborts = anyio.CapacityLimiter(_CONCURRENT_ABORTS)
         self._session: aiohttp.ClientSession | None = None
@@ -89,7 +96,7 @@ class SGLangEngine:
                 attempt += 1
                 if now + pause > give_up_at:
                     raise EngineUnavailable(
-                        f"the engine at {self._address} failed {attempt} times in a row (retry "
+                        f"the engine at {self.address} failed {attempt} times in a row (retry "
                         f"budget {self._retry_budget:g} s): {failure}. Start it, or correct its "
                         "address"
                     ) from failure
@@ -104,7 +111,7 @@ class SGLangEngine:
         problem = None
         try:
             with anyio.fail_after(_CONTROL_TIMEOUT):
-                response = await self._exchange("GET", f"{self._url}/health")
+                response = await self._exchange("GET", f"{self.url}/health")
         except _BROKEN as error:
             problem = _describe(error)
         else:
@@ -112,9 +119,19 @@ class SGLangEngine:
                 problem = f"its /health answers {response.status}"
         if problem is not None:
             raise EngineUnavailable(
-                f"no engine is ready at {self._address}: {problem}. Start it, or correct its "
-                "address"
+                f"no engine is ready at {self.address}: {problem}. Start it, or correct its address"
             )
+
+    async def engines(self) -> list[str]:
+        """URLs of the engines behind the router; an engine itself lists none."""
+        try:
+            async with self._aborts:
+                response = await self._exchange("GET", f"{self.url}/workers")
+        except (EngineError, *_BROKEN):
+            return [self.url]
+        if response.status != HTTPStatus.OK:
+            return [self.url]
+        return list(_worker_urls(response.body)) or [self.url]
 
     async def aclose(self) -> None:
         """Close every connection."""
@@ -141,10 +158,10 @@ class SGLangEngine:
                     try:
                         response = await self._exchange(
                             "POST",
-                            f"{self._url}/generate",
+                            f"{self.url}/generate",
                             body=encode_request(request, rid),
                             headers={"X-SMG-Routing-Key": _header_safe(request.routing_key)},
-                            limit=_MAX_REPLY,
+                            limit=reply_limit(request),
                         )
                     # Kept, so that the task group does not wrap it.
                     except (EngineError, *_BROKEN) as error:
@@ -165,7 +182,12 @@ class SGLangEngine:
     def _read(self, response: _Response, request: EngineRequest) -> EngineReply:
         status = response.status
         if status == HTTPStatus.OK:
-            return decode_reply(response.body, prompt_length=len(request.input_ids))
+            return decode_reply(
+                response.body,
+                prompt_length=len(request.input_ids),
+                experts=request.experts,
+                top_p=wants_top_p_ids(request.sampling),
+            )
         said = f"it answers {status}: {error_text(response.body)}"
         if status in _PASSING or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise _PassingFailureError(said)
@@ -184,19 +206,8 @@ class SGLangEngine:
                 logger.debug("%s could not be aborted at an engine: %s", rid, _describe(error))
 
         async with anyio.create_task_group() as tasks:
-            for engine in await self._engines():
+            for engine in await self.engines():
                 tasks.start_soon(ask, engine)
-
-    async def _engines(self) -> list[str]:
-        """URLs of the engines behind the router; an engine itself lists none."""
-        try:
-            async with self._aborts:
-                response = await self._exchange("GET", f"{self._url}/workers")
-        except (EngineError, *_BROKEN):
-            return [self._url]
-        if response.status != HTTPStatus.OK:
-            return [self._url]
-        return list(_worker_urls(response.body)) or [self._url]
 
     async def _exchange(
         self,
@@ -218,7 +229,7 @@ class SGLangEngine:
             async for chunk in response.content.iter_any():
                 received += len(chunk)
                 if received > limit:
-                    raise UntrustedReply(f"{self._address} sent a reply of more than {limit} bytes")
+                    raise UntrustedReply(f"{self.address} sent a reply of more than {limit} bytes")
                 chunks.append(chunk)
             return _Response(response.status, b"".join(chunks))
 

@@ -1,0 +1,111 @@
+"""Whether the engine will send what turns must record for replay, found out before any rollout."""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import numpy as np
+
+from turnleaf.core import ContractError, EngineError
+from turnleaf.gateway.engines import (
+    EngineRequest,
+    ReplayMissing,
+    SGLangEngine,
+    WantedExperts,
+)
+from turnleaf.gateway.engines._sglang_replay import ROUTER_REMEDY, engine_remedy
+
+__all__ = ["PROBE", "check_replay"]
+
+PROBE = "turnleaf-probe"
+"""The routing key of probes, which begins their rids too: what they sample is no rollout's."""
+
+_TIMEOUT = 60.0  # seconds for the call through the given address
+_DIRECT_TIMEOUT = 10.0  # seconds for each call past the router
+_PAUSE = 0.5  # seconds until a call that the engine aborted is made again
+_DIRECT_CALLS = 3  # one engine is like the others, but one of them may be unreachable from here
+
+
+async def check_replay(
+    engine: SGLangEngine, *, routed_experts_shape: tuple[int, int] | None, top_p_ids: bool
+) -> None:
+    """Sample one token and look for the replay data; the token belongs to no turn.
+
+    Raises ContractError, saying whether the router or the engine is to blame and what to install,
+    when some is missing, when it does not fit the shape, and when there is no reply at all.
+    """
+    try:
+        with anyio.fail_after(_TIMEOUT):
+            missing = await _missing(engine, routed_experts_shape, top_p_ids)
+    except TimeoutError:
+        raise ContractError(
+            f"the engine at {engine.address} did not sample one token within {_TIMEOUT:g} s, which "
+            "was to show whether it sends replay data"
+        ) from None
+    except EngineError as error:
+        raise ContractError(
+            f"the engine at {engine.address} failed the call that was to show whether it sends "
+            f"replay data: {error}"
+        ) from None
+    if not missing:
+        return
+    listed = [url for url in await engine.engines() if url != engine.url]
+    for url in listed[:_DIRECT_CALLS]:
+        direct = SGLangEngine(url, retry_budget=0)
+        try:
+            with anyio.fail_after(_DIRECT_TIMEOUT):
+                lacks = await _missing(direct, routed_experts_shape, top_p_ids)
+        except (EngineError, TimeoutError):
+            continue
+        finally:
+            await direct.aclose()
+        raise ContractError(_blame(engine, direct, missing, lacks))
+    raise ContractError(
+        f"replies from {engine.address} have no {', '.join(missing)}, though the request asks for "
+        f"it. If that is an engine: {engine_remedy(missing)}. If it is a router: {ROUTER_REMEDY}"
+    )
+
+
+async def _missing(
+    engine: SGLangEngine, routed_experts_shape: tuple[int, int] | None, top_p_ids: bool
+) -> Sequence[str]:
+    """The fields that the engine does not send."""
+    sampling: dict[str, Any] = {"max_new_tokens": 1, "temperature": 1.0}
+    if top_p_ids:
+        # Without a filter there would be no kept ids to send.
+        sampling |= {"top_p": 0.5, "custom_params": {"return_top_p_token_ids": True}}
+    experts = None if routed_experts_shape is None else WantedExperts(routed_experts_shape)
+    while True:
+        request = EngineRequest(
+            turn_id=f"{PROBE}-{secrets.token_hex(8)}",
+            input_ids=np.zeros(2, dtype=np.int32),  # every vocabulary has an id 0
+            sampling=sampling,
+            routing_key=PROBE,
+            experts=experts,
+        )
+        try:
+            reply = await engine.generate(request, stop=anyio.Event())
+        except ReplayMissing as error:
+            return error.fields
+        if len(reply.output):
+            return ()
+        await anyio.sleep(_PAUSE)  # a trainer that updates weights aborts every call
+
+
+def _blame(
+    router: SGLangEngine, engine: SGLangEngine, missing: Sequence[str], lacks: Sequence[str]
+) -> str:
+    dropped = [field for field in missing if field not in lacks]
+    problems = []
+    if dropped:
+        problems.append(
+            f"the router at {router.address} drops what asks for {', '.join(dropped)}, which the "
+            f"engine at {engine.address} sends when it is asked directly: {ROUTER_REMEDY}"
+        )
+    if lacks:
+        problems.append(
+            f"the engine at {engine.address} sends no {', '.join(lacks)}, also when it is asked "
+            f"directly: {engine_remedy(lacks)}"
+        )
+    return ". ".join(problems)
