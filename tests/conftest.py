@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests import slime_real
 from turnleaf.adapters.mock import FileTokenizer, Script, ScriptedEngine, serve_engine
 from turnleaf.adapters.mock._checkpoint import Family, cached_checkpoint
 from turnleaf.gateway.rendering import Renderer
@@ -19,6 +20,11 @@ from turnleaf.gateway.rendering import Renderer
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_report_header() -> str | None:
+    slime_dir = os.environ.get("TURNLEAF_SLIME_DIR")
+    return slime_real.describe(slime_dir) if slime_dir else None
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,1 @@
+"""`slime.ray`: what becomes of the rollouts, without Ray."""

@@ -1,0 +1,1 @@
+"""`slime.rollout`: how slime has rollouts generated, scored, filtered and put back."""

@@ -1,0 +1,1 @@
+"""`slime.rollout.filter_hub`: which groups are worth training on."""

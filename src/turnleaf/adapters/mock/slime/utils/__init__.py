@@ -1,0 +1,1 @@
+"""`slime.utils`: samples, files, HTTP and metrics."""

@@ -1,0 +1,112 @@
+"""How the tests reach a checkout of slime; some of these need one, as `make test-slime` has it."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests import slime_host, slime_real
+
+ROOT = Path(__file__).parents[1]
+
+IMPORTS = """
+import sys
+from pathlib import Path
+from tests.slime_real import prepare
+
+prepare(sys.argv[1])
+prepare(sys.argv[1])
+from sglang.srt.server_args import ServerArgs
+from slime.rollout import sglang_rollout
+import tests.waiting
+
+print(Path(sglang_rollout.__file__).parents[2])
+print(Path(tests.waiting.__file__).parents[1])
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What is in slime's repository, as far as `prepare` looks; `tests` would hide turnleaf's."""
+    for name in ("slime/__init__.py", "slime/rollout/sglang_rollout.py", "tests/__init__.py"):
+        path = tmp_path / "checkout" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return tmp_path / "checkout"
+
+
+def test_a_checkout_is_importable_without_its_other_folders(checkout: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", IMPORTS, str(checkout)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (run.stdout.split(), run.stderr) == ([str(checkout), str(ROOT)], "")
+
+
+def test_a_folder_without_slime_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path} is no checkout of slime"):
+        slime_real.prepare(tmp_path)
+
+
+def test_another_slime_is_refused(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "slime", ModuleType("slime"))
+    with pytest.raises(RuntimeError, match="another slime is imported"):
+        slime_real.prepare(checkout)
+
+
+def test_the_commit_is_told(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@localhost")
+        run = subprocess.run(
+            ["git", *identity, *arguments], cwd=checkout, capture_output=True, text=True, check=True
+        )
+        return run.stdout.strip()
+
+    untested = f"the tested commit is {slime_real.TESTED_COMMIT}"
+    assert slime_real.describe(checkout) == f"slime: {checkout}, of an unknown commit; {untested}"
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "slime")
+    commit = git("rev-parse", "HEAD")
+    assert slime_real.describe(checkout) == f"slime: {checkout}, commit {commit}; {untested}"
+
+    monkeypatch.setattr(slime_real, "TESTED_COMMIT", commit)
+    assert slime_real.describe(checkout) == f"slime: {checkout}, commit {commit}"
+
+    (checkout / "slime" / "__init__.py").write_text("patched = True\n")
+    assert f"commit {commit}-dirty; the tested" in slime_real.describe(checkout)
+
+
+if slime_host.SLIME_DIR:
+
+    @pytest.mark.slime
+    def test_arguments_are_those_of_slimes_own_parser() -> None:
+        slimes = vars(slime_real.default_arguments())
+        ours = vars(slime_host.slime_args())
+        different = {name for name in ours.keys() & slimes.keys() if ours[name] != slimes[name]}
+        derived = {
+            "eval_function_path",
+            "global_batch_size",
+            "grpo_std_normalization",
+            "over_sampling_batch_size",
+        }
+        chosen = {
+            "hf_checkpoint",
+            "input_key",
+            "rollout_max_response_len",
+            "rollout_num_gpus",
+            "sglang_router_ip",
+            "use_dynamic_batch_size",
+        }
+        assert different == derived | chosen
+
+    @pytest.mark.slime
+    def test_the_manager_is_a_plain_class() -> None:
+        manager = slime_real.rollout_manager_class()
+        assert isinstance(manager, type)
+        assert hasattr(manager.__new__(manager), "_convert_samples_to_train_data")
