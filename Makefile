@@ -7,6 +7,17 @@ PYTHON ?=
 PYTEST_ARGS ?=
 # By files: the code blocks of a page build on one another.
 PYTEST_WORKERS ?= 2
+SLIME_DIR ?=
+# One more package index, for torch: the builds for Linux elsewhere often bring CUDA, 3 GB of it.
+TORCH_INDEX ?=
+
+# What slime's rollout side imports, beside torch and what turnleaf's own tests need.
+SLIME_IMPORTS = pillow pybase64 pylatexenc ray requests sympy tqdm wandb
+
+# What a target of its own adds to an environment: see scripts/make-venv.
+PREFERRED =
+PACKAGES =
+TORCH =
 
 TRY_AGENT = examples/calculator/agent.py:run
 TRY_PAYLOAD = {"prompt": "What is 17 * 23?", "answer": 391}
@@ -20,7 +31,7 @@ STAMP = $(VENV)/.made-under-$(subst $(SPACE),-,$(strip $(basename $(notdir $(CON
 
 export COVERAGE_FILE = $(VENV)/.coverage
 
-.PHONY: help venv test demo try lint test-openai3 clean
+.PHONY: help venv test demo try lint test-openai3 test-slime clean
 
 help:
 	@echo "make test          run the tests; core must be covered to 95 %"
@@ -28,17 +39,20 @@ help:
 	@echo "make try           run one rollout of an example agent and show what would be trained"
 	@echo "make lint          ruff, mypy, import-linter"
 	@echo "make test-openai3  the tests that use the openai client, under openai 3"
+	@echo "make test-slime    the tests of the slime hooks, on a checkout of slime: SLIME_DIR=…"
 	@echo "make venv          only set up the environment"
 	@echo "make clean         remove the environments, caches and build products"
 	@echo
 	@echo "Variables: PYTHON=…, VENV=$(VENV), CONSTRAINTS=$(CONSTRAINTS), OVERRIDES=…, PYTEST_ARGS=…, PYTEST_WORKERS=$(PYTEST_WORKERS)"
+	@echo "TORCH_INDEX=… is a package index with a torch for CPUs, for make test-slime."
 	@echo "With TURNLEAF_REQUIRE_ALL=1 a skipped test fails."
 
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml $(CONSTRAINTS) $(OVERRIDES) scripts/make-venv scripts/find-python
 	@VENV='$(VENV)' CONSTRAINTS='$(CONSTRAINTS)' OVERRIDES='$(OVERRIDES)' PYTHON='$(PYTHON)' \
-		scripts/make-venv
+		PREFERRED='$(PREFERRED)' PACKAGES='$(PACKAGES)' TORCH='$(TORCH)' \
+		TORCH_INDEX='$(TORCH_INDEX)' scripts/make-venv
 	@rm -f $(VENV)/.made-under-*
 	@touch $@
 
@@ -62,6 +76,15 @@ lint: $(STAMP)
 test-openai3:
 	$(MAKE) venv VENV=.venv-openai3 OVERRIDES=constraints/openai3.txt
 	.venv-openai3/bin/python -m pytest -m openai_client $(PYTEST_ARGS)
+
+test-slime:
+	@test -f '$(SLIME_DIR)/slime/rollout/sglang_rollout.py' || { \
+		echo "SLIME_DIR='$(SLIME_DIR)' is no checkout of slime: make test-slime SLIME_DIR=/path/to/slime" >&2; \
+		exit 1; }
+	$(MAKE) venv VENV=.venv-slime CONSTRAINTS=constraints/slime.txt \
+		OVERRIDES=constraints/test-slime.txt PREFERRED=3.11 PACKAGES='$(SLIME_IMPORTS)' TORCH=yes
+	TURNLEAF_SLIME_DIR="$$(cd '$(SLIME_DIR)' && pwd)" \
+		.venv-slime/bin/python -m pytest -m slime $(PYTEST_ARGS)
 
 clean:
 	rm -rf .venv .venv-* build dist htmlcov .coverage .hypothesis .import_linter_cache

@@ -1,4 +1,5 @@
-"""The command line: `turnleaf try` shows one rollout, `turnleaf demo` trains a small policy."""
+"""The command line: `turnleaf try` shows one rollout, `turnleaf demo` trains a small policy,
+`turnleaf slime check` looks at what slime is to be given."""
 
 import sys
 from collections.abc import Sequence
@@ -10,8 +11,8 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `turnleaf` with these arguments, by default the process's own, and exit.
 
-    Exit codes: 0 all went well, 1 the rollout failed or the demo's books do not balance, 2 wrong
-    use or set-up, 130 interrupted.
+    Exit codes: 0 all went well; 1 the rollout failed, the demo's books do not balance, or the check
+    found something wrong; 2 wrong use or set-up; 130 interrupted.
     """
     try:
         from turnleaf.cli._app import run

@@ -22,6 +22,8 @@ from turnleaf.cli._notes import notes, unreachable
 from turnleaf.cli._run import run_once
 from turnleaf.cli._setup import Options, make_plan
 from turnleaf.cli._show import show
+from turnleaf.cli._slime_check import CheckOptions, check
+from turnleaf.cli._slime_report import report_document, show_report
 from turnleaf.cli._stdout import reserved_stdout, write
 from turnleaf.core import ContractError, Service, TurnleafError
 
@@ -35,6 +37,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+slime = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(slime, name="slime", help="For training with slime.")
 
 
 def run(arguments: Sequence[str] | None) -> NoReturn:
@@ -177,6 +181,48 @@ def train_demo(
     _carry_out("demo", work)
 
 
+@slime.command("check")
+def check_for_slime(
+    config: Annotated[
+        Path, typer.Option(metavar="FILE", help="What --custom-config-path will be: YAML.")
+    ],
+    data: Annotated[Path, typer.Option(metavar="FILE", help="What --prompt-data will be: JSONL.")],
+    canary: Annotated[
+        bool, typer.Option("--canary", help="Run one real session, on the first row.")
+    ] = False,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="With --canary: the SGLang server that answers. Without it, replies are scripted.",
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="With --engine: the checkpoint that it serves, with tokenizer and chat template.",
+        ),
+    ] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
+    ] = False,
+) -> None:
+    """Find what is wrong with a configuration and a dataset before GPUs are spent.
+
+    Every row is looked at; a gateway is started and asked at the address that agents are told.
+
+    Exit codes: 0 nothing is wrong, 1 something is, 2 wrong use, or a file that cannot be read,
+    130 interrupted.
+    """
+    options = CheckOptions(config=config, data=data, canary=canary, engine=engine, model=model)
+
+    def work(service: Service, stdout: TextIO) -> int:
+        return _check(options, service, stdout, as_json=json_output)
+
+    _carry_out("slime check", work)
+
+
 def _carry_out(command: str, work: Callable[[Service, TextIO], int]) -> NoReturn:
     """Do a command's work in a service of its own, and exit with its code."""
     earlier = threading.enumerate()
@@ -211,6 +257,18 @@ def _try(options: Options, service: Service, stdout: TextIO, *, as_json: bool) -
             show(console, plan, outcome)
         write(stdout, shown.get())
     return outcome.exit_code
+
+
+def _check(options: CheckOptions, service: Service, stdout: TextIO, *, as_json: bool) -> int:
+    report = check(options, service)
+    if as_json:
+        write(stdout, report_document(report) + "\n")
+    else:
+        console = Console(file=stdout, highlight=False)
+        with console.capture() as shown:
+            show_report(console, report, config=str(options.config))
+        write(stdout, shown.get())
+    return report.exit_code
 
 
 def _say(command: str, text: str) -> None:

@@ -10,7 +10,7 @@ from turnleaf.cli._setup import Plan
 from turnleaf.cli._tokens import spans
 from turnleaf.core import Leaf
 
-__all__ = ["document"]
+__all__ = ["document", "json_value"]
 
 VERSION = 1
 
@@ -27,7 +27,7 @@ def document(plan: Plan, outcome: Outcome) -> str:
                 "reward": rollout.reward,
                 "cause": rollout.cause,
                 "error": error and {"type": type(error).__name__, "message": str(error)},
-                "result": _json_value(rollout.result),
+                "result": json_value(rollout.result),
                 "scripted": plan.scripted,
                 "timings": attrs.asdict(rollout.timings),
                 "trajectory": rollout.trajectory.to_json().decode(),
@@ -49,7 +49,7 @@ def _leaf(leaf: Leaf, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _json_value(result: object) -> object:
+def json_value(result: object) -> object:
     """What an agent in this process returned need not be JSON; then it is told as text."""
     try:
         json.dumps(result, allow_nan=False)

@@ -14,7 +14,11 @@ __all__ = ["leave"]
 
 GRACE = 3.0
 """Seconds for a cancelled agent's clean-up and, after ctrl-C, for children to end."""
-STILL = {"try": "the agent still runs", "demo": "something still runs"}
+STILL = {
+    "try": "the agent still runs",
+    "demo": "something still runs",
+    "slime check": "the canary's agent still runs",
+}
 THREAD_GRACE = 0.5
 """Seconds for idle threads to end."""
 

@@ -10,7 +10,7 @@ from turnleaf.cli._run import Outcome
 from turnleaf.cli._setup import Plan
 from turnleaf.core import AgentError, PayloadError, RolloutTimeout, SessionError, Settings
 
-__all__ = ["next_step", "notes", "unreachable"]
+__all__ = ["is_loopback", "is_this_machine", "next_step", "notes", "unreachable"]
 
 OVERRUN = 0.5
 """Seconds beyond max_rollout_time after which the event loop must have been blocked."""
@@ -62,10 +62,10 @@ def unreachable(settings: Settings) -> str | None:
     """A warning when an agent elsewhere will be sent to its own machine for its model."""
     agent = settings.rollout_session_backend.get("url")
     told = urlsplit(settings.public_url or "").hostname or settings.gateway_host
-    if not isinstance(agent, str) or told is None or not _is_loopback(told):
+    if not isinstance(agent, str) or told is None or not is_loopback(told):
         return None
     host = urlsplit(agent).hostname
-    if host is None or _is_this_machine(host):
+    if host is None or is_this_machine(host):
         return None
     return (
         f"the agent at {agent} is told that its model is at {told}, which is its own machine. Add "
@@ -128,14 +128,15 @@ def _malformed_call(number: int, reply: str) -> str | None:
     return None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host is, on every machine, that machine itself."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-def _is_this_machine(host: str) -> bool:
+def is_this_machine(host: str) -> bool:
     """Whether a socket can be bound to the host's address."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]

@@ -22,10 +22,10 @@ from turnleaf.core import (
     Trajectory,
     run_rollout,
 )
-from turnleaf.gateway import WorkerConfig, run_worker
+from turnleaf.gateway import GatewayClient, WorkerConfig, run_worker
 from turnleaf.gateway._child import child_process
 
-__all__ = ["Outcome", "run_once"]
+__all__ = ["Outcome", "Stage", "prepared", "run_once"]
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 """As trainers sample by default: from the model's own distribution."""
@@ -59,6 +59,43 @@ async def run_once(plan: Plan, service: Service) -> Outcome:
 
     service: the one that runs this; leaving the session is left to its background.
 
+    Raises as `prepared` does, and ContractError for a mistake that only the rollout shows.
+    """
+    async with prepared(plan) as stage:
+        return await stage.run(plan, service)
+
+
+@attrs.frozen
+class Stage:
+    """What a rollout needs, up and running.
+
+    model_id: what agents call the model.
+    """
+
+    gateway: GatewayClient
+    tokenizer: FileTokenizer
+    model_id: str
+
+    async def run(self, plan: Plan, service: Service) -> Outcome:
+        """Run one rollout; see `run_once`."""
+        gateway = _NotingGateway(self.gateway)
+        rollout = await run_rollout(
+            plan.payload,
+            session=plan.session,
+            gateway=gateway,
+            background=service.background,
+            model_id=self.model_id,
+            sampling=SAMPLING,
+            name="rollout",
+            max_rollout_time=plan.settings.max_rollout_time,
+        )
+        return Outcome(rollout, self.tokenizer, gateway.key)
+
+
+@contextlib.asynccontextmanager
+async def prepared(plan: Plan) -> AsyncIterator[Stage]:
+    """A gateway worker and, without an engine in the plan, a scripted one.
+
     Raises ContractError when something is set up wrongly, GatewayError when the gateway or the
     scripted engine does not start.
     """
@@ -79,18 +116,8 @@ async def run_once(plan: Plan, service: Service) -> Outcome:
                 model=str(model),
                 model_id="scripted" if plan.scripted else None,
             )
-            gateway = _NotingGateway(await stack.enter_async_context(run_worker(config)))
-        rollout = await run_rollout(
-            plan.payload,
-            session=plan.session,
-            gateway=gateway,
-            background=service.background,
-            model_id=config.model_id or model.name,
-            sampling=SAMPLING,
-            name="rollout",
-            max_rollout_time=plan.settings.max_rollout_time,
-        )
-    return Outcome(rollout, tokenizer, gateway.key)
+            gateway = await stack.enter_async_context(run_worker(config))
+        yield Stage(gateway, tokenizer, config.model_id or model.name)
 
 
 @contextlib.asynccontextmanager

@@ -13,11 +13,10 @@ from turnleaf.core import ContractError, RolloutSession, Settings, SettingsError
 from turnleaf.gateway.engines import SGLangEngine
 from turnleaf.sessions import session_factory
 
-__all__ = ["SCRIPTED_REPLY", "Options", "Plan", "make_plan"]
+__all__ = ["SCRIPTED_REPLY", "Options", "Plan", "check_engine", "make_plan", "read_yaml"]
 
 SCRIPTED_REPLY = (
-    "This reply is scripted. Choose others with --reply TEXT, or have a model answer with "
-    "--engine URL --model FOLDER."
+    "This reply is scripted. To have a model answer, give --engine URL and --model FOLDER."
 )
 
 
@@ -58,7 +57,9 @@ class Plan:
 
 def make_plan(options: Options) -> Plan:
     """Check every option and load the agent; raises ContractError that says what to change."""
-    _check_engine(options)
+    if options.engine is not None and options.replies:
+        raise ContractError("--reply is what a script says, but --engine answers: leave one out")
+    check_engine(options.engine, options.model)
     payload = _payload(options.payload)
     settings = Settings.from_mapping(_settings(options))
     folder = str(Path.cwd())
@@ -75,16 +76,14 @@ def make_plan(options: Options) -> Plan:
     )
 
 
-def _check_engine(options: Options) -> None:
-    engine, model = options.engine, options.model
+def check_engine(engine: str | None, model: Path | None) -> None:
+    """Raise ContractError unless `--engine` and `--model` are both given, and right, or neither."""
     if engine is None:
         if model is not None:
             raise ContractError(
                 "--model is the checkpoint of --engine: add --engine URL, or leave it out"
             )
         return
-    if options.replies:
-        raise ContractError("--reply is what a script says, but --engine answers: leave one out")
     if model is None:
         raise ContractError(
             "--engine needs --model FOLDER: the checkpoint that it serves, whose tokenizer and "
@@ -136,7 +135,7 @@ def _settings(options: Options) -> dict[str, Any]:
     if options.config is None:
         mapping: dict[str, Any] = {"gateway_host": "127.0.0.1", "gateway_port": 0}
     else:
-        mapping = _yaml(options.config)
+        mapping = read_yaml(options.config)
         if "rollout_session_backend" in mapping:
             name = f"the rollout_session_backend of {options.config}"
             named[name] = mapping["rollout_session_backend"]
@@ -152,7 +151,8 @@ def _settings(options: Options) -> dict[str, Any]:
     return mapping
 
 
-def _yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings of `--config`, unchecked; raises ContractError when it holds no mapping."""
     where = f"--config {path}"
     try:
         mapping = yaml.safe_load(_read(path, where))

@@ -14,6 +14,7 @@ import turnleaf
 from turnleaf.cli._notes import next_step, notes
 from turnleaf.cli._run import Outcome
 from turnleaf.cli._setup import Plan
+from turnleaf.cli._stdout import visible
 from turnleaf.cli._tokens import Span, spans
 from turnleaf.cli._tree import branch, prompt_end, turn_tree
 from turnleaf.core import Leaf, TokenIds, Trajectory, Turn
@@ -24,13 +25,6 @@ TRAINED = "black on green"
 MASKED = "dim"
 EDGE = 300
 """How many characters of a long masked text are shown at each of its ends."""
-
-_VISIBLE = str.maketrans(
-    {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
-    | {0x7F: 0x2421}
-    | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-)
-"""Control characters as pictures: what a model says must not steer the terminal."""
 
 
 def show(console: Console, plan: Plan, outcome: Outcome) -> None:
@@ -158,7 +152,7 @@ class _Screen:
         return self._clean(self.outcome.tokenizer.decode(ids.tolist())).strip("\n")
 
     def _clean(self, text: str) -> str:
-        return self.outcome.hide(text).translate(_VISIBLE)
+        return visible(self.outcome.hide(text))
 
     def _rule(self, title: str) -> None:
         self.console.print()

@@ -6,7 +6,14 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-__all__ = ["reserved_stdout", "write"]
+__all__ = ["reserved_stdout", "visible", "write"]
+
+_VISIBLE = str.maketrans(
+    {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+    | {0x7F: 0x2421}
+    | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+)
+"""Control characters as pictures: what a model says must not steer the terminal."""
 
 
 @contextlib.contextmanager
@@ -36,3 +43,8 @@ def write(stdout: TextIO, text: str) -> None:
         unread = os.open(os.devnull, os.O_WRONLY)
         os.dup2(unread, stdout.fileno())
         os.close(unread)
+
+
+def visible(text: str) -> str:
+    """`text` with its control characters as pictures, line feeds and tabs excepted."""
+    return text.translate(_VISIBLE)
