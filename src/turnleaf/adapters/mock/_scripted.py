@@ -86,12 +86,8 @@ class ScriptedEngine:
         routed_experts_shape: tuple[int, int] | None = None,
         knows_top_p_ids: bool = True,
     ) -> None:
-        self._script = parse_script({PROBE: [_PROBE_REPLY], **script})
         self._tokenizer = tokenizer
-        for rollout, replies in self._script.items():
-            for reply in replies:
-                if isinstance(reply, Reply):
-                    self._check(reply, rollout)
+        self._script = self._parsed(script)
         self._stop_token_id = stop_token_id
         self._repeat = repeat
         self._seed = seed
@@ -109,11 +105,7 @@ class ScriptedEngine:
 
     def play(self, script: Script) -> None:
         """Begin another script, with an empty ledger and no calls."""
-        self._script = parse_script({PROBE: [_PROBE_REPLY], **script})
-        for rollout, replies in self._script.items():
-            for reply in replies:
-                if isinstance(reply, Reply):
-                    self._check(reply, rollout)
+        self._script = self._parsed(script)
         self._played.clear()
         self.ledger = Ledger()
         self.calls = []
@@ -149,6 +141,14 @@ class ScriptedEngine:
         reply = parse_reply(scripted(call.input_ids, number), where)
         self._check(reply, call.routing_key)
         return reply
+
+    def _parsed(self, script: Script) -> dict[str, list[Reply | ReplyFunction]]:
+        parsed = parse_script({PROBE: [_PROBE_REPLY], **script})
+        for rollout, replies in parsed.items():
+            for reply in replies:
+                if isinstance(reply, Reply):
+                    self._check(reply, rollout)
+        return parsed
 
     def _check(self, reply: Reply, rollout: str) -> None:
         if reply.text is not None and self._tokenizer is None:
