@@ -1,10 +1,16 @@
 """What the tests of the slime hooks name by path: agents, reward models, a sample hook."""
 
-from typing import Any
+import asyncio
+import inspect
+from pathlib import Path
+from typing import Any, Self
 
 import anyio
 import httpx
 from openai import AsyncOpenAI
+
+from turnleaf.core import SessionError
+from turnleaf.sessions import LocalSession
 
 hung = False
 """Whether a `hang_once` has hung."""
@@ -31,7 +37,7 @@ async def run(payload: dict[str, Any]) -> Any:
         # Loading certificates, which takes longer than all else here, is of no use.
         http_client=httpx.AsyncClient(verify=False, trust_env=False),
     ) as client:
-        steps = Steps(client, config["model_id"])
+        steps = Steps(client, config["model_id"], payload.get("options", {}))
         for step in payload["do"]:
             await getattr(steps, step)()
     if payload.get("odd"):
@@ -42,15 +48,17 @@ async def run(payload: dict[str, Any]) -> Any:
 
 
 class Steps:
-    def __init__(self, client: AsyncOpenAI, model: str) -> None:
-        self.client, self.model = client, model
+    def __init__(self, client: AsyncOpenAI, model: str, options: dict[str, Any]) -> None:
+        self.client, self.model, self.options = client, model, options
         self.messages: list[Any] = []
         self.first = ""
 
     async def ask(self) -> None:
         """One more turn of the same conversation."""
         self.messages.append({"role": "user", "content": f"question {len(self.messages)}"})
-        reply = await self.client.chat.completions.create(model=self.model, messages=self.messages)
+        reply = await self.client.chat.completions.create(
+            model=self.model, messages=self.messages, **self.options
+        )
         message = reply.choices[0].message
         self.messages.append(message.model_dump(exclude_none=True))
         self.first = self.first or message.content or ""
@@ -74,6 +82,15 @@ class Steps:
         hung, first = True, not hung
         if first:
             raise RuntimeError("the first one fails")
+
+    async def cancel_all(self) -> None:
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await anyio.sleep_forever()
+
+    async def stop_loop(self) -> None:
+        asyncio.get_running_loop().stop()
+        await anyio.sleep_forever()
 
     async def until_ready(self) -> None:
         while not ready():  # noqa: ASYNC110  # it happens in another thread
@@ -117,3 +134,42 @@ async def seven(args: Any, sample: Any, **_: Any) -> float:
 def note(args: Any, sample: Any) -> None:
     """A sample hook."""
     sample.metadata["noted"] = True
+
+
+scoring: Any = None
+"""What `reward_model` asks; it may be async."""
+
+
+async def reward_model(args: Any, samples: Any, **_: Any) -> Any:
+    """A reward model that a test decides on."""
+    reward = scoring(args, samples)
+    return await reward if inspect.isawaitable(reward) else reward
+
+
+class LoggedSession:
+    """A session that writes into a file when it is entered and left.
+
+    breaks: the agent's result never arrives.
+    """
+
+    def __init__(self, target: str, log: str, breaks: bool = False) -> None:
+        self._local = LocalSession(target)
+        self._log = Path(log)
+        self._breaks = breaks
+
+    async def __aenter__(self) -> Self:
+        self._say("entered")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._say("left")
+
+    async def run(self, payload: dict[str, Any]) -> dict[str, Any]:
+        result = await self._local.run(payload)
+        if self._breaks:
+            raise SessionError("the connection to the agent broke")
+        return result
+
+    def _say(self, what: str) -> None:
+        with self._log.open("a") as log:
+            log.write(f"{what}\n")

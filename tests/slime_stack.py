@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -48,6 +49,13 @@ class Collected:
 
     by_key: dict[str, Trajectory] = attrs.Factory(dict)
     names: dict[str, str] = attrs.Factory(dict)
+
+    def wait(self) -> None:
+        """Until every key that was opened is closed: an abort leaves that to the background."""
+        until = time.monotonic() + 10
+        while self.names.keys() > self.by_key.keys():
+            assert time.monotonic() < until, "a key was not closed"
+            time.sleep(0.01)
 
 
 @attrs.frozen(eq=False)
@@ -156,12 +164,14 @@ def running_slime(
     monkeypatch: pytest.MonkeyPatch,
     *,
     engine_options: dict[str, Any] | None = None,
+    ledger: bool = True,
     **arguments: Any,
 ) -> Iterator[Stack]:
     """slime's arguments for an engine, and hooks, that may have served earlier tests of the module.
 
     script: of the engine, whose last reply goes on; a list is played to every rollout. arguments:
-    of slime, and settings.
+    of slime, and settings. ledger: whether every sampled id must be accounted for at the end, as it
+    cannot be when a worker died.
     """
     played = script if isinstance(script, dict) else {"*": list(script)}
     slime_host.fresh_slime()
@@ -172,7 +182,11 @@ def running_slime(
     kept = _keep(needs, engine_options or {})
     kept.engine.play(played)
     args.sglang_router_ip, args.sglang_router_port = kept.address
-    yield Stack(args, kept.engine, _collecting(monkeypatch))
+    stack = Stack(args, kept.engine, _collecting(monkeypatch))
+    yield stack
+    if ledger:
+        stack.collected.wait()
+        stack.check_ledger()
 
 
 _READ_AT_THE_START = (

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import anyio
 import pytest
 
-from turnleaf.core import Service, SettingsError
+from turnleaf.core import Service, ServiceError, SettingsError
 from turnleaf.core import _background as background_module
 from turnleaf.core import _service as service_module
 
@@ -358,3 +358,48 @@ def test_the_interpreter_ends_only_after_the_clean_up() -> None:
         check=True,
     )
     assert (run.stdout, run.stderr) == ("cleaned up\n", "")
+
+
+def test_code_that_ends_the_loop_is_told_from_closing() -> None:
+    async def cancel_all() -> None:
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await anyio.sleep_forever()
+
+    async def ask(service: Service) -> None:
+        await service.run(cancel_all)
+
+    service = Service()
+    with pytest.raises(ServiceError, match="ended from within"):
+        asyncio.run(ask(service))
+    with pytest.raises(ServiceError, match="ended from within"):
+        service.call(where)
+    assert not service.closed
+    service.close()
+    assert service.closed
+    with pytest.raises(ServiceError, match="is closed"):
+        service.call(where)
+
+
+def test_a_forked_process_ends_and_may_use_the_service_itself() -> None:
+    program = """
+import os, sys, anyio, threading
+from turnleaf.core import Service
+
+async def where():
+    return threading.get_ident()
+
+service = Service()
+service.call(where)
+child = os.fork()
+if child == 0:
+    service.call(where)
+    sys.exit(7)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 7
+service.call(where)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], timeout=60, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -56,6 +56,7 @@ def test_fully_async_takes_forks_and_puts_back_what_had_no_turn(
         slime_host.fresh_slime()
     assert all(sample.status.value == "completed" for sample in samples)
     retried = [sample for sample in samples if about(sample)["requeues"]]
+    assert retried
     for sample in retried:
         assert (about(sample)["requeues"], about(sample)["leaves"]) == (1, 2)
         assert sample.reward == 1.0

@@ -18,7 +18,6 @@ from tests import strategies
 from tests.slime_host import evaluation_metrics, fresh_slime, metrics, rollout_manager, slime_args
 from turnleaf.adapters.slime import RolloutSamples, normalize_episode_rewards, reward_model
 from turnleaf.adapters.slime._rewards import (
-    LARGEST,
     REWARD_MODEL,
     USERS_PATH,
     has_reward_model,
@@ -28,7 +27,7 @@ from turnleaf.adapters.slime._rewards import (
     take_over_reward_model,
 )
 from turnleaf.adapters.slime.filters import nonzero_std
-from turnleaf.core import BadResultError, ContractError, group_advantages
+from turnleaf.core import LARGEST_REWARD, BadResultError, ContractError, group_advantages
 
 # isort: split
 from slime.utils.types import Sample
@@ -115,7 +114,7 @@ def test_slimes_metrics_of_an_evaluation_read_every_form(keys: dict[str, str]) -
     assert evaluation_metrics(args, {"set": results})["eval/set"] == 1.0
 
 
-@given(st.floats(-LARGEST, LARGEST) | st.integers(-(2**60), 2**60))
+@given(st.floats(-LARGEST_REWARD, LARGEST_REWARD) | st.integers(-(2**60), 2**60))
 def test_numbers_of_every_kind_are_read(number: float) -> None:
     args = slime_args()
     for value in (number, np.float64(number), np.array(float(number)), np.longdouble(number)):
@@ -135,7 +134,7 @@ def test_numbers_of_every_kind_are_read(number: float) -> None:
         (fractions.Fraction(1, 4), 0.25),
         (0, 0.0),
         (-0.0, 0.0),
-        (LARGEST, LARGEST),
+        (LARGEST_REWARD, LARGEST_REWARD),
     ],
 )
 def test_numbers_of_other_types_are_read(value: Any, number: float) -> None:
@@ -305,7 +304,7 @@ async def test_ours_stands_in_for_the_users_and_takes_empty_lists(users_model: A
 
     async def score(args: Any, samples: Any, **options: Any) -> Any:
         seen.append((samples, options))
-        return len(seen)
+        return [2.0, 0.5] if isinstance(samples, list) else 1
 
     args = slime_args(custom_rm_path=users_model(score))
     path = args.custom_rm_path
@@ -318,8 +317,19 @@ async def test_ours_stands_in_for_the_users_and_takes_empty_lists(users_model: A
     assert seen == []
     one, members = sample(), [RolloutSamples([sample(), sample()]), RolloutSamples([sample()])]
     assert await async_rm(args, one, some="option") == 1
-    assert await batched_async_rm(args, members) == 2
+    assert await batched_async_rm(args, members) == [2.0, 0.5]
     assert seen == [(one, {"some": "option"}), (members, {})]
+
+
+@pytest.mark.parametrize(("rewards", "said"), [([1.0], "1 rewards for a group of 2"), (3, "3, no")])
+async def test_a_group_needs_a_reward_for_each(users_model: Any, rewards: Any, said: str) -> None:
+    async def score(args: Any, samples: Any) -> Any:
+        return rewards
+
+    args = slime_args(custom_rm_path=users_model(score))
+    take_over_reward_model(args)
+    with pytest.raises(BadResultError, match=said):
+        await reward_model(args, [sample(), sample()])
 
 
 @pytest.mark.parametrize("path", [None, ""])

@@ -5,7 +5,9 @@ from turnleaf.core._background import Background
 from turnleaf.core._described import described, excerpt, unwrapped
 from turnleaf.core._errors import *  # noqa: F403  # the error tree is public as a whole
 from turnleaf.core._errors import __all__ as _errors
+from turnleaf.core._exchange import checked_payload
 from turnleaf.core._protocols import Gateway, Key, Purpose, RolloutSession
+from turnleaf.core._rewards import LARGEST_REWARD, reward_number
 from turnleaf.core._rollout import Rollout, RolloutTimings, run_rollout
 from turnleaf.core._service import Service
 from turnleaf.core._settings import Settings
@@ -27,6 +29,7 @@ from turnleaf.core._turn import (
 
 __all__ = [
     "ESTIMATORS",
+    "LARGEST_REWARD",
     "Background",
     "Exclusion",
     "FinishReason",
@@ -52,10 +55,12 @@ __all__ = [
     "WeightSpan",
     *_errors,
     "cancel_and_wait",
+    "checked_payload",
     "described",
     "excerpt",
     "group_advantages",
     "is_interrupt",
+    "reward_number",
     "run_rollout",
     "start_task",
     "unwrapped",

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from turnleaf.core._errors import SettingsError
+from turnleaf.core._rewards import LARGEST_REWARD
 
 __all__ = ["ESTIMATORS", "group_advantages"]
 
@@ -17,7 +18,6 @@ ESTIMATORS = (*_SCALABLE, "reinforce_plus_plus_baseline", "dr_grpo", "rloo")
 """Advantage estimators that compare a rollout with the other rollouts of its group."""
 
 _EPSILON = 1e-6
-_LARGEST_REWARD = float(np.finfo(np.float32).max)
 
 
 def group_advantages(
@@ -86,7 +86,7 @@ def group_advantages(
 
     read = votes[rollout]
     refuse(
-        read & ~(np.abs(leaf_reward) <= _LARGEST_REWARD),
+        read & ~(np.abs(leaf_reward) <= LARGEST_REWARD),
         "has a reward that is not a finite number",
         "give it a reward, or mark all its leaves as removed",
     )

@@ -9,10 +9,12 @@ TurnleafError
 │   ├── AgentError           the agent raised, or returned {"error": …}
 │   ├── BadResultError       the agent's result breaks the contract
 │   ├── SessionError         the agent could not be reached or was cut off
+│   │   └── SessionBusy      there is no room for the agent now
 │   ├── RolloutTimeout       the rollout ran past max_rollout_time
 │   └── RolloutAborted       the trainer gave the abort signal
 ├── GatewayError             the rollout gateway could not do what was asked
 ├── EngineError              the engine could not do what was asked
+├── ServiceError             the service was closed, or ended from within
 └── TrajectoryError          a turn contradicts the trajectory it is added to
 
 Parts of the gateway raise subclasses of their own: RenderError, RequestError, EngineUnavailable, …
@@ -32,6 +34,8 @@ __all__ = [
     "RolloutAborted",
     "RolloutError",
     "RolloutTimeout",
+    "ServiceError",
+    "SessionBusy",
     "SessionError",
     "SettingsError",
     "TrajectoryError",
@@ -84,6 +88,10 @@ class SessionError(RolloutError):
     cause: Cause = "infrastructure"
 
 
+class SessionBusy(SessionError):
+    """There is no room for the agent now: its side is throttled, or at its limit."""
+
+
 class RolloutTimeout(RolloutError):
     """The rollout ran past `max_rollout_time`."""
 
@@ -102,6 +110,10 @@ class GatewayError(TurnleafError):
 
 class EngineError(TurnleafError):
     """The engine could not be reached, refused, or answered what cannot be trusted."""
+
+
+class ServiceError(TurnleafError, RuntimeError):
+    """The service was closed, or its event loop was ended by what ran in it."""
 
 
 class TrajectoryError(TurnleafError, ValueError):

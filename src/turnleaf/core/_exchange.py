@@ -1,15 +1,12 @@
 """What is sent to an agent, and what may come back."""
 
 import json
-import math
-import numbers
 from typing import Any
-
-import numpy as np
 
 from turnleaf.core._described import described, excerpt, hidden
 from turnleaf.core._errors import AgentError, BadResultError, PayloadError
 from turnleaf.core._protocols import Key
+from turnleaf.core._rewards import reward_number
 
 __all__ = ["checked_payload", "checked_result", "checked_reward", "with_config"]
 
@@ -17,7 +14,6 @@ MAX_NESTING = 100
 """Levels of a payload; far more than any row has, far fewer than Python's recursion takes."""
 
 _EXCERPT = 100
-_LARGEST_REWARD = float(np.finfo(np.float32).max)
 _ERROR_EXCERPT = 500
 _ROW = 'a row needs metadata.payload, a JSON object such as {"prompt": "…"}'
 
@@ -107,15 +103,9 @@ def checked_reward(result: dict[str, Any], *, name: str, secret: str) -> float |
         else:
             said = excerpt(error, length=_ERROR_EXCERPT, secret=secret)
         raise AgentError(f"{name}: the agent reported an error: {said}")
-    # numpy's scalars register as numbers, its booleans do not.
-    if isinstance(reward, numbers.Real) and not isinstance(reward, bool):
-        try:
-            number = float(reward)
-        except Exception:  # noqa: BLE001  # an int too large, a foreign __float__
-            number = math.nan
-        # Trainers compute in float32.
-        if abs(number) <= _LARGEST_REWARD:
-            return number
+    number = reward_number(reward)
+    if number is not None:
+        return number
     raise BadResultError(
         f"{name}: the agent's reward is {excerpt(reward, length=_EXCERPT, secret=secret)}, "
         f"which is {type(reward).__name__}; it must be a finite number"

@@ -3,17 +3,21 @@
 import asyncio
 import atexit
 import concurrent.futures
+import contextlib
 import logging
+import os
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Self, TypeVar, TypeVarTuple
 
 import anyio
+import anyio.lowlevel
 import attrs
 from anyio.from_thread import BlockingPortal
 
 from turnleaf.core._background import Background
 from turnleaf.core._described import described
+from turnleaf.core._errors import ServiceError
 
 __all__ = ["Service"]
 
@@ -43,6 +47,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 @attrs.frozen
 class _Started:
+    pid: int
     thread: threading.Thread
     served: threading.Event
     portal: BlockingPortal
@@ -79,8 +84,9 @@ class Service:
     async def run(self, function: Callable[[*Args], Awaitable[Returned]], *args: *Args) -> Returned:
         """Await `function(*args)` in the service; cancelling the caller cancels it there.
 
-        Raises what it raises, RuntimeError once the service is closed, and what kept its thread
-        from starting, such as an OSError; the next use tries again.
+        Raises what it raises; ServiceError once the service is closed, or when code that ran in it
+        has ended its event loop; and what kept its thread from starting, such as an OSError, after
+        which the next use tries again.
         """
         if self._is_here():
             return await function(*args)
@@ -89,8 +95,9 @@ class Service:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             caller = asyncio.current_task()
-            if self._closed and caller is not None and not caller.cancelling():
-                raise _closed() from None
+            # Nobody cancelled the caller: what ran has cancelled itself, or all that runs here.
+            if caller is not None and not caller.cancelling() and not await self._lives():
+                raise self._gone() from None
             raise
 
     def call(self, function: Callable[[*Args], Awaitable[Returned]], *args: *Args) -> Returned:
@@ -102,7 +109,7 @@ class Service:
         try:
             return future.result()
         except concurrent.futures.CancelledError:
-            raise _closed() from None
+            raise self._gone() from None
         finally:
             # Of use when the waiting itself was broken off, by KeyboardInterrupt.
             future.cancel()
@@ -127,8 +134,11 @@ class Service:
         with self._lock:
             started, closed_before = self._started, self._closed
             self._closed = True
+            if started is not None and started.pid != os.getpid():
+                return  # of the process that this one was forked from, with all that ran in it
             if started is not None and not closed_before:
-                started.portal.call(started.portal.stop, True)
+                with contextlib.suppress(RuntimeError):  # it was ended from within
+                    started.portal.call(started.portal.stop, True)
         if started is not None:
             started.served.wait()
             # The loop itself waits for all of its tasks, however long they go on.
@@ -144,10 +154,33 @@ class Service:
         # The lock keeps `close` from ending the loop before it has taken the function.
         with self._lock:
             if self._closed:
-                raise _closed()
-            if self._started is None:
+                raise self._gone()
+            if self._started is None or self._started.pid != os.getpid():
                 self._started = self._start()
-            return self._started.portal.start_task_soon(function, *args)
+            try:
+                return self._started.portal.start_task_soon(function, *args)
+            except RuntimeError:
+                raise self._gone() from None
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    async def _lives(self) -> bool:
+        try:
+            await asyncio.wrap_future(self._submit(anyio.lowlevel.checkpoint))
+        except (ServiceError, asyncio.CancelledError):
+            return False
+        return True
+
+    def _gone(self) -> ServiceError:
+        if self._closed:
+            return ServiceError("the service is closed")
+        return ServiceError(
+            "the service's event loop was ended from within: by an agent in this process, perhaps, "
+            "that cancels all of its tasks or stops it"
+        )
 
     def _is_here(self) -> bool:
         return self._started is not None and self._started.thread is threading.current_thread()
@@ -164,11 +197,12 @@ class Service:
         def serve() -> None:
             try:
                 anyio.run(self._serve, ready, served, backend_options={"loop_factory": _Loop})
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001  # nobody else is told
                 if ready.done():
-                    raise
-                # Without a loop nothing else would tell the caller, who waits with the lock held.
-                ready.set_exception(error)
+                    logger.error("the service's event loop ended: %s", described(error))
+                else:
+                    # Nothing else would tell the caller, who waits with the lock held.
+                    ready.set_exception(error)
             finally:
                 served.set()
 
@@ -177,7 +211,7 @@ class Service:
         thread.start()
         portal, background = ready.result()
         atexit.register(self.close)
-        return _Started(thread, served, portal, background)
+        return _Started(os.getpid(), thread, served, portal, background)
 
     async def _serve(
         self,
@@ -192,7 +226,3 @@ class Service:
             ready.set_result((portal, background))
             await portal.sleep_until_stopped()
         served.set()
-
-
-def _closed() -> RuntimeError:
-    return RuntimeError("the service is closed")

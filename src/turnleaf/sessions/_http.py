@@ -15,6 +15,7 @@ from turnleaf.core import (
     AgentError,
     BadResultError,
     PayloadError,
+    SessionBusy,
     SessionError,
     SettingsError,
     described,
@@ -25,7 +26,8 @@ from turnleaf.sessions._reporting import BODY_BYTES, Redaction, kind_of
 __all__ = ["HttpSession"]
 
 SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
-UNAVAILABLE = frozenset({429, 502, 503, 504})
+BUSY = frozenset({429, 503})
+UNAVAILABLE = frozenset({502, 504})
 """Statuses that speak of the way to the agent, not of the agent."""
 
 CLOSE_SECONDS = 5.0
@@ -82,9 +84,10 @@ class HttpSession:
         The result of an agent that streams is the data of its last event.
 
         Raises AgentError when the agent failed (a status that is not 2xx, or a last event that
-        reports an error), SessionError when it could not be reached, was busy, took too long or
-        was cut off, BadResultError when its result is not JSON or too large, PayloadError when the
-        payload cannot be written as JSON. No text holds the payload's API key.
+        reports an error), SessionBusy when it has no room now, SessionError when it could not be
+        reached, took too long or was cut off, BadResultError when its result is not JSON or too
+        large, PayloadError when the payload cannot be written as JSON. No text holds the payload's
+        API key.
         """
         if self._client is None:
             raise RuntimeError("an HttpSession runs agents inside `async with` only")
@@ -151,6 +154,8 @@ class HttpSession:
         text = f"the agent at {self._url} answered with status {response.status}: {said}"
         if response.status in (404, 405):
             text += " (is that the address of an agent that takes POST /invocations?)"
+        if response.status in BUSY:
+            return SessionBusy(text)
         return SessionError(text) if response.status in UNAVAILABLE else AgentError(text)
 
     def _trouble(self, error: aiohttp.ClientError | OSError) -> str:

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnleaf.adapters.slime._generate import generated
-from turnleaf.adapters.slime._rewards import by_users_model, normalised
+from turnleaf.adapters.slime._rewards import normalised
 from turnleaf.adapters.slime._rollout_samples import RolloutSamples
+from turnleaf.adapters.slime._users_model import by_users_model
 
 __all__ = ["RolloutSamples", "generate", "normalize_episode_rewards", "reward_model"]
 
@@ -34,7 +35,7 @@ async def generate(
     mistake that would recur on every rollout, or when none has succeeded for
     `turnleaf.failure_window`; BadResultError for a result that breaks the contract, unless
     `turnleaf.on_bad_result` says otherwise. Under slime's fully asynchronous rollout, which would
-    swallow them, the process ends instead.
+    swallow them, the sessions under way are stopped and the process ends instead.
     """
     return await generated(args, sample, sampling_params, evaluation=evaluation)
 
@@ -57,6 +58,10 @@ async def reward_model(args: Any, samples: Any, **options: Any) -> Any:
     """The user's `--custom-rm-path`, in whose place `generate` puts this function.
 
     samples: one, or a list of them under `--group-rm`. slime also calls it with an empty list
-    after each rollout that gave a list; that never reaches the user's function.
+    after each rollout that gave a list; that never reaches the user's function. Of a group, a
+    rollout that gets no reward is removed, and one that gets no finite number has failed.
+
+    Raises BadResultError, naming the rollout, for a reward of a group that is no finite number,
+    unless `turnleaf.on_bad_result` says otherwise, and for another number of rewards than rollouts.
     """
     return await by_users_model(args, samples, **options)

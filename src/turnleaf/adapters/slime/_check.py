@@ -9,8 +9,13 @@ from typing import Any, Literal
 
 import attrs
 
-from turnleaf.core import ContractError, PayloadError, RolloutSession, Settings
-from turnleaf.core._exchange import checked_payload
+from turnleaf.core import (
+    ContractError,
+    PayloadError,
+    RolloutSession,
+    Settings,
+    checked_payload,
+)
 from turnleaf.sessions import session_factory
 
 __all__ = ["Configuration", "Finding", "Rows", "check_configuration", "check_rows"]

@@ -6,7 +6,7 @@ from collections import Counter
 
 import attrs
 
-from turnleaf.core import ContractError, Rollout
+from turnleaf.core import ContractError, Rollout, SessionBusy
 
 __all__ = ["FailureWatch"]
 
@@ -19,7 +19,7 @@ class FailureWatch:
 
     window: seconds without a success after which a run is given up, counted from when the first
     rollout that failed since then was started. at_least: how many rollouts must have failed in
-    them. Rollouts that slime aborted say nothing.
+    them. Rollouts that slime aborted, and agents for which there was no room, say nothing.
     """
 
     window: float
@@ -31,7 +31,7 @@ class FailureWatch:
 
     def note(self, rollout: Rollout) -> None:
         """A rollout has ended; raises ContractError when the run is to be given up."""
-        if rollout.status == "aborted":
+        if rollout.status == "aborted" or isinstance(rollout.error, SessionBusy):
             return
         if rollout.error is None:
             self._succeeded, self._since, self._failed = time.monotonic(), math.inf, 0

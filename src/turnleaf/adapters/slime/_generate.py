@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Coroutine, Mapping
 from functools import partial
@@ -23,6 +24,7 @@ from turnleaf.adapters.slime._samples import (
     NO_REPLAYS,
     Outcome,
     clean_copy,
+    give,
     requeues_of,
     samples_of,
 )
@@ -37,12 +39,16 @@ from turnleaf.core import (
     RolloutError,
     SessionError,
     described,
+    is_interrupt,
 )
 
 __all__ = ["generated"]
 
 logger = logging.getLogger(__name__)
 
+END_LIMIT = 15.0
+"""Seconds that the sessions under way may take to be left before the process ends."""
+_ending = threading.Lock()
 _EXCERPT = 80
 
 
@@ -60,6 +66,12 @@ async def generated(
 
 def _end_process(error: Exception) -> None:
     """slime's fully asynchronous rollout would log the error, drop the group and wait on."""
+    _ending.acquire()  # for good: what else fails now fails of the end
+    logger.error("the run cannot go on; ending its sessions: %s", described(error))
+    # In a thread, since it waits for what may not come.
+    ending = threading.Thread(target=RolloutService.close_current, daemon=True)
+    ending.start()
+    ending.join(END_LIMIT)
     logger.critical("the run cannot go on: %s", described(error), exc_info=error)
     logging.shutdown()
     os._exit(1)
@@ -113,7 +125,10 @@ class _Generation:
         samples = self._samples(outcome)
         if outcome.reward is None and not self._is_scored_by_group:
             outcome = await self._scored(outcome, samples[-1])
-            samples = self._samples(outcome)
+            if outcome.leaves:
+                give(samples, outcome)
+            else:
+                samples = self._samples(outcome)
         if not self.evaluation:
             self.service.failures.note(outcome.rollout)
         # In evaluation every sample counts, so a rollout is its final leaf.
@@ -161,7 +176,8 @@ class _Generation:
         except BadResultError as error:
             if self.service.plan.settings.on_bad_result == "raise":
                 raise self._located(error, outcome.rollout) from None
-            rollout = attrs.evolve(outcome.rollout, status="failed", error=error)
+            failed = BadResultError(f"{self.name}: {error}")
+            rollout = attrs.evolve(outcome.rollout, status="failed", error=failed)
             return attrs.evolve(outcome, rollout=rollout, reward=none)
         except RolloutAborted as error:
             rollout = attrs.evolve(outcome.rollout, status="aborted", error=error)
@@ -185,8 +201,8 @@ class _Generation:
         return attrs.evolve(outcome, rollout=rollout, reward=reward, removed="no reward")
 
     async def _unless_aborted(self, scoring: Coroutine[Any, Any, Any]) -> Any:
-        """What the scoring gives; raises RolloutAborted when slime aborts the rollout before."""
-        task = asyncio.create_task(scoring)
+        """What the scoring gives; raises RolloutAborted when slime aborts the rollout meanwhile."""
+        task = asyncio.create_task(_contained(scoring))
         tasks = {task}
         if not self.evaluation:
             tasks.add(asyncio.create_task(self.service.aborted()))
@@ -194,10 +210,13 @@ class _Generation:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for one in tasks:
-                if not one.done():
-                    one.cancel()
-        if not task.done():
+                one.add_done_callback(_heard)
+                one.cancel()
+        # A judge that asks slime's engines is cut off by the abort a moment before it is seen.
+        if not task.done() or (not self.evaluation and _host.aborted()):
             raise RolloutAborted(f"{self.name}: aborted while it was scored")
+        if task.cancelled():
+            raise SessionError(f"{self.name}: the reward model cancelled itself")
         return task.result()
 
     @property
@@ -221,6 +240,22 @@ class _Generation:
             f"{self.clean.group_index}, session {session_id}). To have such a rollout fail alone, "
             "with reward 0, set turnleaf.on_bad_result: fail_rollout"
         )
+
+
+async def _contained(scoring: Coroutine[Any, Any, Any]) -> Any:
+    """What the scoring gives; an exit that it raises would end slime's event loop."""
+    try:
+        return await scoring
+    except (SystemExit, KeyboardInterrupt) as error:
+        if is_interrupt(error):
+            raise
+        raise SessionError(f"the reward model raised {described(error)}") from error
+
+
+def _heard(task: asyncio.Task[Any]) -> None:
+    """Asking for the exception keeps asyncio from reporting it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _without_turn(rollout: Rollout) -> RolloutError:

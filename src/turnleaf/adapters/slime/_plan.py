@@ -83,14 +83,17 @@ class Plan:
     def worker_config(self) -> WorkerConfig:
         """The configuration of a gateway worker."""
         config = WorkerConfig.for_settings(
-            self.settings, engine_url=self.engine_url, model=self.model, model_id=self.model_id
+            self.settings,
+            engine_url=self.engine_url,
+            model=self.model,
+            model_id=self.model_id,
+            routed_experts_shape=self.replays.routed_experts,
+            expect_top_p_ids=self.replays.top_p,
         )
         return attrs.evolve(
             config,
             max_context_tokens=self.max_context_tokens,
             template_arguments=self.template_arguments,
-            routed_experts_shape=self.replays.routed_experts,
-            expect_top_p_ids=self.replays.top_p,
         )
 
 
@@ -104,7 +107,7 @@ def sampling_for(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_training(args: Any) -> None:
-    if _get(args, "debug_rollout_only"):
+    if _get(args, "debug_rollout_only") or _get(args, "num_rollout") == 0:
         return
     if not _get(args, "use_dynamic_batch_size"):
         raise SettingsError(

@@ -1,11 +1,7 @@
 """Rewards: as slime reads them, scored where the agent gave none, normalised by rollout."""
 
-import math
-import numbers
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from turnleaf.adapters.slime import _host
 from turnleaf.adapters.slime._plan import normalises
@@ -15,10 +11,13 @@ from turnleaf.core import (
     described,
     excerpt,
     group_advantages,
+    is_interrupt,
+    reward_number,
 )
 
 __all__ = [
-    "by_users_model",
+    "REWARD_MODEL",
+    "USERS_PATH",
     "has_reward_model",
     "normalised",
     "number_in",
@@ -33,8 +32,6 @@ USERS_PATH = "turnleaf_users_custom_rm_path"
 """Where slime's arguments keep the `--custom-rm-path` that ours stands in for."""
 NO_CATEGORY = "none"
 """What `--log-reward-category` counts a rollout under whose agent gave the reward."""
-LARGEST = float(np.finfo(np.float32).max)
-"""Beyond this a reward is infinite to the trainer."""
 _EXCERPT = 100
 
 
@@ -61,13 +58,9 @@ def number_in(args: Any, reward: Any, *, evaluation: bool = False) -> float:
     # A tensor of one number is one; `item` also turns numpy's booleans into Python's.
     item = getattr(reward, "item", None)
     value = item() if callable(item) and getattr(reward, "ndim", None) == 0 else reward
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except Exception:  # noqa: BLE001  # an int too large, a foreign __float__
-            number = math.nan
-        if abs(number) <= LARGEST:
-            return number
+    number = reward_number(value)
+    if number is not None:
+        return number
     hint = ": name one of its keys with --reward-key" if isinstance(reward, dict) else ""
     said = excerpt(value, length=_EXCERPT)
     raise ValueError(f"is {said}, which is no finite number{hint}")
@@ -87,7 +80,9 @@ def reward_of(args: Any, sample: Any) -> float:
 def has_reward_model(args: Any, sample: Any) -> bool:
     """Whether slime's reward hub has something to score the sample with."""
     rm_type = (sample.metadata or {}).get("rm_type") or args.rm_type
-    return bool(sample.custom_rm_path or args.custom_rm_path or (rm_type or "").strip())
+    # What is no text is slime's to refuse.
+    named = rm_type.strip() if isinstance(rm_type, str) else rm_type
+    return bool(sample.custom_rm_path or args.custom_rm_path or named)
 
 
 def take_over_reward_model(args: Any) -> None:
@@ -103,24 +98,14 @@ def take_over_reward_model(args: Any) -> None:
         return
     try:
         _host.loaded(path)
-    except Exception as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         raise ContractError(
             f"--custom-rm-path {path} cannot be loaded: {described(error)}"
         ) from error
     setattr(args, USERS_PATH, path)
     args.custom_rm_path = REWARD_MODEL
-
-
-async def by_users_model(args: Any, samples: Any, **options: Any) -> Any:
-    """What the user's `--custom-rm-path` gives; see `turnleaf.adapters.slime.reward_model`."""
-    if isinstance(samples, list) and not samples:
-        return []
-    path = getattr(args, USERS_PATH, None)
-    if path is None:
-        raise ContractError(
-            f"--custom-rm-path {REWARD_MODEL} stands in for a reward model of your own: name yours"
-        )
-    return await _host.loaded(path)(args, samples, **options)
 
 
 async def scored(args: Any, sample: Any, *, evaluation: bool) -> Any:
@@ -132,6 +117,8 @@ async def scored(args: Any, sample: Any, *, evaluation: bool) -> Any:
     try:
         reward = await _host.scored(args, sample)
     except NotImplementedError as error:
+        if sample.custom_rm_path or args.custom_rm_path or (sample.metadata or {}).get("rm_type"):
+            raise  # the model's, or the row's
         raise ContractError(f"slime's reward hub: {error} (--rm-type, --custom-rm-path)") from error
     if reward is None:
         return None

@@ -11,7 +11,7 @@ import numpy as np
 from turnleaf.adapters.slime._rollout_samples import RolloutSamples
 from turnleaf.core import Leaf, Rollout, Turn
 
-__all__ = ["NO_REPLAYS", "Outcome", "Replays", "clean_copy", "requeues_of", "samples_of"]
+__all__ = ["NO_REPLAYS", "Outcome", "Replays", "clean_copy", "give", "requeues_of", "samples_of"]
 
 REQUEUES = 2
 """How often a rollout without a turn is put back before it counts as failed."""
@@ -81,7 +81,7 @@ class Outcome:
         return {
             "session_id": self.session_id,
             "status": self.rollout.status,
-            "error": None if self.rollout.error is None else str(self.rollout.error),
+            "error": None if self.rollout.error is None else _encodable(self.rollout.error),
             "cause": self.rollout.cause,
             "removed": self.removed,
             "requeues": self.requeues,
@@ -90,6 +90,11 @@ class Outcome:
             "turns": [turn.id for turn in leaf.turns] if leaf else [],
             "trained_turns": [turn.id for turn in leaf.trained_turns] if leaf else [],
         }
+
+
+def _encodable(error: Exception) -> str:
+    """The error's text, in which nothing keeps it from being written as UTF-8."""
+    return str(error).encode("utf-8", "backslashreplace").decode()
 
 
 def clean_copy(sample: Any) -> Any:
@@ -107,15 +112,37 @@ def clean_copy(sample: Any) -> Any:
             setattr(clean, field.name, default)
     # A row's metadata may be any JSON value; only an object can be read, by slime too.
     given = source.metadata if isinstance(source.metadata, dict) else {}
-    clean.metadata = {name: value for name, value in given.items() if name != "turnleaf"}
+    clean.metadata = {
+        name: copy.deepcopy(value) for name, value in given.items() if name != "turnleaf"
+    }
+    clean.train_metadata = copy.deepcopy(source.train_metadata)
     return clean
+
+
+def give(samples: RolloutSamples, outcome: Outcome) -> None:
+    """Give a rollout's samples the reward of its outcome, which was scored on the final one.
+
+    What the reward model wrote on that one holds for all of the rollout.
+    """
+    final = samples[-1]
+    removed = outcome.removed or ("reward model" if final.remove_sample else None)
+    outcome = attrs.evolve(outcome, removed=removed)
+    for number, (sample, leaf) in enumerate(zip(samples, outcome.leaves, strict=True)):
+        if sample is not final:
+            sample.metadata = copy.deepcopy(final.metadata)
+            sample.train_metadata = copy.deepcopy(final.train_metadata)
+        sample.metadata["turnleaf"] = outcome.about(leaf, number)
+        sample.reward = copy.copy(outcome.reward)
+        sample.remove_sample = removed is not None
 
 
 def requeues_of(sample: Any) -> int:
     """How often a sample was put back because its rollout had no turn."""
     if not isinstance(sample, RolloutSamples):
         return 0
-    about = sample.metadata["turnleaf"]
+    about = sample.metadata.get("turnleaf")
+    if not isinstance(about, dict):
+        return 0
     had_no_turn = about["leaves"] == 0 and about["status"] != "aborted"
     requeues: int = about["requeues"] + had_no_turn
     return requeues

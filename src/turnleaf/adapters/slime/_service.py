@@ -3,7 +3,7 @@
 import logging
 import os
 import threading
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import anyio
 import attrs
@@ -12,13 +12,15 @@ from turnleaf.adapters.slime import _host
 from turnleaf.adapters.slime._aborts import AbortWatch
 from turnleaf.adapters.slime._failures import FailureWatch
 from turnleaf.adapters.slime._plan import Plan
-from turnleaf.adapters.slime._workers import KeptWorker
+from turnleaf.adapters.slime._workers import KeptWorker, Serving
 from turnleaf.core import (
     GatewayError,
     Purpose,
     Rollout,
     RolloutAborted,
     Service,
+    ServiceError,
+    SessionError,
     StartRate,
     Trajectory,
     run_rollout,
@@ -30,10 +32,12 @@ __all__ = ["RolloutService"]
 
 logger = logging.getLogger(__name__)
 
-ABORT_HEAD_START = 0.3
-"""Seconds that the gateway gets to end all training keys before each rollout ends its own."""
+CLOSE_ALL_LIMIT = 0.3
+"""Seconds after an abort that the gateway may take to end all training keys at once."""
 ABORT_LIMIT = 0.5
-"""Seconds after that in which a rollout's own end is awaited."""
+"""Seconds after an abort for which a rollout's own end is awaited."""
+DEATH_NOTICE = 1.0
+"""Seconds after a failure at the gateway in which the end of its worker would be noticed."""
 
 
 @attrs.define(eq=False)
@@ -51,7 +55,7 @@ class RolloutService:
     _of_process: ClassVar["tuple[int, RolloutService] | None"] = None
 
     @classmethod
-    def of(cls, args: Any) -> Self:
+    def of(cls, args: Any) -> "RolloutService":
         """The process's service; the first caller's arguments start it.
 
         Raises ContractError when they cannot work.
@@ -61,9 +65,7 @@ class RolloutService:
                 plan = Plan.of(args)
                 failures = FailureWatch(plan.settings.failure_window, plan.failures_before_stop)
                 cls._of_process = os.getpid(), cls(plan, failures)
-            service = cls._of_process[1]
-        assert isinstance(service, cls)  # noqa: S101  # the type checker cannot know
-        return service
+            return cls._of_process[1]
 
     @classmethod
     def close_current(cls) -> None:
@@ -73,6 +75,15 @@ class RolloutService:
             current, cls._of_process = cls._of_process, None
         if current is not None and current[0] == os.getpid():
             current[1]._service.close()
+
+    def _replace(self, error: ServiceError) -> None:
+        """Have the next caller start another service: this one was ended from within."""
+        cls = type(self)
+        with cls._lock:
+            if cls._of_process is None or cls._of_process[1] is not self:
+                return
+            cls._of_process = None
+        logger.error("%s; the rollouts under way fail; another service starts", error)
 
     def __attrs_post_init__(self) -> None:
         self._worker = KeptWorker(self.plan.worker_config())
@@ -88,12 +99,13 @@ class RolloutService:
 
         Raises ContractError for a mistake that would recur on every rollout.
         """
+        wanted = _Wanted(payload, name, sampling, purpose)
 
         async def run() -> Rollout:
             if purpose == "eval":
-                return await self._run(payload, name, sampling, purpose, anyio.Event())
-            rollout = _as_aborted(Rollout(name=name, trajectory=Trajectory(), status="aborted"))
+                return await self._run(wanted, anyio.Event())
             abort = self._aborts.enter()
+            rollout = _as_aborted(Rollout(name=name, trajectory=Trajectory(), status="aborted"))
             try:
                 async with anyio.create_task_group() as tasks:
 
@@ -103,7 +115,7 @@ class RolloutService:
                         tasks.cancel_scope.cancel()
 
                     tasks.start_soon(limit)
-                    rollout = await self._run(payload, name, sampling, purpose, abort)
+                    rollout = await self._run(wanted, abort)
                     tasks.cancel_scope.cancel()
             except ExceptionGroup as group:
                 raise unwrapped(group) from None
@@ -113,7 +125,14 @@ class RolloutService:
             # with a result, may have ended for that.
             return _as_aborted(rollout) if _host.aborted() else rollout
 
-        return await self._service.run(run)
+        try:
+            return await self._service.run(run)
+        except ServiceError as error:
+            if self._service.closed:
+                raise
+            self._replace(error)
+            failure = SessionError(f"{name}: {error}")
+            return Rollout(name=name, trajectory=Trajectory(), status="failed", error=failure)
 
     async def aborted(self) -> None:
         """Return when slime aborts the training rollouts."""
@@ -127,45 +146,83 @@ class RolloutService:
 
         await self._service.run(wait)
 
-    async def _run(
-        self,
-        payload: object,
-        name: str,
-        sampling: dict[str, Any],
-        purpose: Purpose,
-        abort: anyio.Event,
-    ) -> Rollout:
-        await wait_for_first(self._worker.settled, abort.wait)
-        unstarted = Rollout(name=name, trajectory=Trajectory(), status="failed")
-        if abort.is_set():
-            return _as_aborted(unstarted)
+    async def _run(self, wanted: "_Wanted", abort: anyio.Event) -> Rollout:
+        """One rollout, at a worker that lives; again if the worker ended before the agent ran."""
+        while True:
+            await wait_for_first(self._worker.settled, abort.wait)
+            unstarted = Rollout(name=wanted.name, trajectory=Trajectory(), status="failed")
+            if abort.is_set():
+                return _as_aborted(unstarted)
+            try:
+                serving = self._worker.serving()
+            except GatewayError as failure:
+                return attrs.evolve(unstarted, error=failure)
+            if serving is None:
+                continue  # it has ended since
+            rollout = await self._run_at(serving, wanted, abort)
+            if rollout.error is None or abort.is_set() or not await _has_ended(serving, rollout):
+                return rollout
+            if rollout.timings.session > 0:
+                error = GatewayError(f"{wanted.name}: {serving.end}, and with it went its turns")
+                return attrs.evolve(rollout, status="failed", error=error)
+
+    async def _run_at(self, serving: Serving, wanted: "_Wanted", abort: anyio.Event) -> Rollout:
+        """One rollout, which ends with the worker at the latest."""
+        ended = anyio.Event()
+
+        async def end() -> None:
+            await wait_for_first(abort.wait, serving.ended.wait)
+            ended.set()
+
         try:
-            gateway = self._worker.gateway()
-        except GatewayError as error:
-            return attrs.evolve(unstarted, error=error)
-        return await run_rollout(
-            payload,
-            session=self.plan.session,
-            gateway=gateway,
-            background=self._service.background,
-            model_id=self.plan.model_id,
-            sampling=sampling,
-            name=name,
-            purpose=purpose,
-            max_rollout_time=self.plan.settings.max_rollout_time,
-            start_rate=self._start_rate,
-            abort=abort,
-        )
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(end)
+                rollout = await run_rollout(
+                    wanted.payload,
+                    session=self.plan.session,
+                    gateway=serving.gateway,
+                    background=self._service.background,
+                    model_id=self.plan.model_id,
+                    sampling=wanted.sampling,
+                    name=wanted.name,
+                    purpose=wanted.purpose,
+                    max_rollout_time=self.plan.settings.max_rollout_time,
+                    start_rate=self._start_rate,
+                    abort=ended,
+                )
+                tasks.cancel_scope.cancel()
+        except ExceptionGroup as group:
+            raise unwrapped(group) from None
+        return rollout
 
     async def _close_training_keys(self) -> None:
         gateway = self._worker.running
         if gateway is None:
             return
-        with anyio.move_on_after(ABORT_HEAD_START):
+        with anyio.move_on_after(CLOSE_ALL_LIMIT):
             try:
                 await gateway.close_all("train")
             except GatewayError as error:
                 logger.warning("the training keys could not be closed at once: %s", error)
+
+
+@attrs.frozen
+class _Wanted:
+    """A rollout that is wanted."""
+
+    payload: object
+    name: str
+    sampling: dict[str, Any]
+    purpose: Purpose
+
+
+async def _has_ended(serving: Serving, rollout: Rollout) -> bool:
+    """Whether the worker has ended, as the rollout's failure at the gateway would have it."""
+    if isinstance(rollout.error, GatewayError):
+        # The connection breaks a moment before the process is known to have ended.
+        with anyio.move_on_after(DEATH_NOTICE):
+            await serving.ended.wait()
+    return serving.ended.is_set()
 
 
 def _as_aborted(rollout: Rollout) -> Rollout:

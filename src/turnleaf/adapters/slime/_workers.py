@@ -1,7 +1,6 @@
 """A gateway worker that is started again whenever it ends."""
 
 import logging
-import math
 
 import anyio
 import attrs
@@ -9,7 +8,7 @@ import attrs
 from turnleaf.core import ContractError, GatewayError, TurnleafError, described
 from turnleaf.gateway import GatewayClient, WorkerConfig, running_worker
 
-__all__ = ["KeptWorker"]
+__all__ = ["KeptWorker", "Serving"]
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +17,16 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 STEADY = 60.0
 """Seconds after which a worker counts as having run."""
 PATIENCE = 120.0
-"""Seconds for which rollouts wait for a worker that has run before, while it does not start."""
+"""Seconds for which rollouts wait for a worker that does not start, or not again."""
+
+
+@attrs.define(eq=False)
+class Serving:
+    """A worker that serves rollouts. ended: set when its process has; `end` says how."""
+
+    gateway: GatewayClient
+    ended: anyio.Event = attrs.field(init=False, factory=anyio.Event)
+    end: str = attrs.field(init=False, default="")
 
 
 @attrs.define(eq=False)
@@ -30,34 +38,34 @@ class KeptWorker:
     """
 
     _config: WorkerConfig
-    _current: GatewayClient | None = attrs.field(init=False, default=None)
+    _current: Serving | None = attrs.field(init=False, default=None)
     _failure: ContractError | GatewayError | None = attrs.field(init=False, default=None)
     _changed: anyio.Event = attrs.field(init=False, factory=anyio.Event)
 
     @property
     def running(self) -> GatewayClient | None:
         """The running worker's gateway, or None while there is none."""
-        return self._current
+        return None if self._current is None else self._current.gateway
 
     async def settled(self) -> None:
         """Wait while the worker starts; afterwards there is a gateway, or a reason why not."""
         while self._current is None and self._failure is None:
             await self._changed.wait()
 
-    def gateway(self) -> GatewayClient:
-        """The running worker's gateway; for use once `settled`.
+    def serving(self) -> Serving | None:
+        """The running worker; None while it starts.
 
         Raises ContractError when its configuration cannot work, GatewayError when the last try to
         start it failed.
         """
-        if self._current is not None:
-            return self._current
-        failure = self._failure or GatewayError("the gateway worker is starting")
-        raise type(failure)(str(failure))
+        if self._failure is not None:
+            # Raised in several threads at once, one exception would gather all their tracebacks.
+            raise type(self._failure)(str(self._failure))
+        return self._current
 
     async def keep(self) -> None:
         """Start the worker, and start it again when it ends, until cancelled."""
-        pause, has_run, away_since = FIRST_PAUSE, False, -math.inf
+        pause, has_run, away_since = FIRST_PAUSE, False, anyio.current_time()
         while True:
             began = anyio.current_time()
             try:
@@ -68,16 +76,16 @@ class KeptWorker:
                         worker.pid,
                         worker.gateway.base_url,
                     )
-                    self._become(worker.gateway, None)
+                    serving = Serving(worker.gateway)
+                    self._become(serving, None)
                     code = await worker.ended()
-                    logger.error(
-                        "the gateway worker (process %d) ended with exit code %d; rollouts under "
-                        "way at it fail; starting another",
-                        worker.pid,
-                        code,
+                    serving.end = (
+                        f"the gateway worker (process {worker.pid}) ended with exit code {code}"
                     )
+                    logger.error("%s; rollouts under way at it fail; another starts", serving.end)
                     away_since = anyio.current_time()
                     self._become(None, None)
+                    serving.ended.set()
             except ContractError as error:
                 if not has_run:
                     self._become(None, error)
@@ -100,7 +108,7 @@ class KeptWorker:
             self._become(None, GatewayError(f"the gateway worker did not start: {said}"))
 
     def _become(
-        self, current: GatewayClient | None, failure: ContractError | GatewayError | None
+        self, current: Serving | None, failure: ContractError | GatewayError | None
     ) -> None:
         self._current, self._failure = current, failure
         self._changed.set()
