@@ -15,6 +15,7 @@ import pytest
 from tests.gateway_stack import Stack, openai_client, renderer, running_gateway, tokenizer
 from tests.waiting import until
 from turnleaf.core import Leaf, Trajectory
+from turnleaf.gateway.engines import _continuing
 from turnleaf.gateway.rendering import Renderer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.openai_client]
@@ -402,16 +403,36 @@ async def test_a_key_closed_while_a_body_arrives_serves_nothing() -> None:
         assert len(trajectory) == 0
 
 
-async def test_an_engine_abort_that_nobody_asked_for_is_no_reply() -> None:
-    async with running_gateway([{"text": "half", "finish": "abort"}]) as stack:
-        key = await stack.open()
+@pytest.mark.parametrize("first", [61, None])
+async def test_an_engine_abort_that_nobody_asked_for_is_continued(
+    first: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_continuing, "PAUSE", 0.0)
+    sampled = [] if first is None else [first, 62, 63]
+    end = tokenizer().encode("<|im_end|>")[0]
+
+    def interrupted(prompt: Any, number: int) -> dict[str, Any]:
+        stack.engine.weight_version = "newer"
+        return {"ids": sampled, "finish": "abort", "logprobs": [-0.1] * len(sampled)}
+
+    script = [interrupted, {"ids": [64, 65], "logprobs": [-0.2, -0.3]}]
+    async with running_gateway(script) as stack:
+        key = await stack.open(max_new_tokens=100)
         async with openai_client(key) as client:
-            with pytest.raises(openai.InternalServerError) as failed:
-                await ask(client, [USER])
-        assert failed.value.status_code == 503
-        assert failed.value.response.headers["retry-after"] == "1"
+            reply = await ask(client, [USER])
+        assert reply.choices[0].finish_reason == "stop"
+        assert reply.usage is not None
+        assert reply.usage.completion_tokens == len(sampled) + 3
+        first_call, second_call = stack.engine.calls
         trajectory = await stack.close(key)
-    assert [turn.excluded for turn in trajectory.turns] == ["aborted"]
+    (turn,) = trajectory.turns
+    assert turn.output.tolist() == [*sampled, 64, 65, end]
+    assert turn.logprobs[: len(sampled)] == pytest.approx([-0.1] * len(sampled))
+    assert turn.logprobs[len(sampled) :][:2] == pytest.approx([-0.2, -0.3])
+    assert second_call.input_ids.tolist() == [*first_call.input_ids.tolist(), *sampled]
+    assert second_call.sampling["max_new_tokens"] == 100 - len(sampled)
+    assert first_call.sampling["max_new_tokens"] == 100
+    assert turn.excluded is None
 
 
 async def test_engine_failures_are_retried_and_lasting_ones_are_told() -> None:

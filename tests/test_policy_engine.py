@@ -175,7 +175,7 @@ async def test_a_pause_aborts_what_runs_and_holds_up_the_rest() -> None:
             tasks.start_soon(call, "b")
             tasks.start_soon(call, "c")
             await until(lambda: len(served.engine._waiting) == 2)
-            await served.post("abort_request", rid="c.0")
+            await served.post("abort_request", rid="c.0.0")
             await until(lambda: "c" in replies)
             assert "b" not in replies
             await served.post("continue_generation")

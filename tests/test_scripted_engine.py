@@ -36,7 +36,7 @@ async def http(anyio_backend: str) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def body_for(rid: str = "turn.0", ids: Any = (1, 2, 3), **sampling: Any) -> dict[str, Any]:
+def body_for(rid: str = "turn.0.0", ids: Any = (1, 2, 3), **sampling: Any) -> dict[str, Any]:
     return {
         "rid": rid,
         "input_ids": list(ids),
@@ -72,7 +72,7 @@ async def test_a_reply_has_sglangs_shape(
         "text": "ok<|im_end|>",
         "output_ids": ids,
         "meta_info": {
-            "id": "turn.0",
+            "id": "turn.0.0",
             "finish_reason": {"type": "stop", "matched": IM_END},
             "prompt_tokens": 3,
             "completion_tokens": 3,

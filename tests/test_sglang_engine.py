@@ -83,7 +83,7 @@ async def test_a_reply_is_ids_with_their_logprobs(scripted_engine: StartEngine) 
     assert (got.finish_reason, got.matched, got.cached_tokens) == ("stop", 9, 0)
     assert got.weight_versions == (WeightSpan("7", 3),)
     assert engine.calls[0].input_ids.tolist() == [1, 2, 3]
-    assert engine.calls[0].rid == "turn.0"
+    assert engine.calls[0].rid == "turn.0.0"
 
 
 async def test_sampling_parameters_are_sent_with_ours_and_never_edited(
@@ -137,9 +137,9 @@ async def test_a_passing_failure_is_retried_under_a_new_rid(
     engine, url = await scripted_engine({"*": [{**how, "times": 2}, {"ids": [8]}]})
     got = await ask(url)
     assert got.output.tolist() == [8]
-    assert [call.rid for call in engine.calls] == ["turn.0", "turn.1", "turn.2"]
+    assert [call.rid for call in engine.calls] == ["turn.0.0", "turn.0.1", "turn.0.2"]
     lost = [entry.rid for entry in engine.ledger if not entry.answered]
-    assert lost == (["turn.0", "turn.1"] if "drop" in how else [])
+    assert lost == (["turn.0.0", "turn.0.1"] if "drop" in how else [])
 
 
 async def test_a_refusal_is_not_retried(scripted_engine: StartEngine) -> None:
@@ -323,7 +323,7 @@ async def test_every_engine_behind_a_router_is_asked_to_abort(
         else:
             stop.set()
     assert engine.calls[0].aborted
-    assert aborts == [{"rid": "turn.0"}]
+    assert aborts == [{"rid": "turn.0.0"}]
 
 
 async def test_no_call_queues_for_a_connection(scripted_engine: StartEngine) -> None:

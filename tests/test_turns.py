@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -18,9 +19,9 @@ from turnleaf.adapters.mock import Reply, ScriptedEngine, compare
 from turnleaf.core import EngineError, Trajectory
 from turnleaf.gateway._keys import Call, Keys, Record
 from turnleaf.gateway._turns import Prepared, Turns
-from turnleaf.gateway.engines import EngineReply, EngineRequest, wants_top_p_ids
+from turnleaf.gateway.engines import EngineReply, EngineRequest, _continuing, wants_top_p_ids
 from turnleaf.gateway.engines._sglang_wire import decode_reply
-from turnleaf.gateway.protocols import RequestError, parse_chat_request
+from turnleaf.gateway.protocols import parse_chat_request
 from turnleaf.gateway.rendering import Renderer
 
 EXPERTS = (2, 3)
@@ -37,7 +38,7 @@ class DirectEngine:
 
     async def generate(self, request: EngineRequest, *, stop: anyio.Event) -> EngineReply:
         call = EngineCall(
-            f"{request.turn_id}.0",
+            f"{request.turn_id}.{request.part}.0",
             request.routing_key,
             request.input_ids,
             request.sampling,
@@ -106,12 +107,7 @@ class Agent:
         request = parse_chat_request({"messages": sent, "tools": TOOLS, "max_tokens": 4000})
         prepared = await self.turns.prepare(self.record, request, Call(), trained=True)
         self.check_thoughts(prepared)
-        try:
-            reply = await self.turns.sample(self.record, prepared, Call())
-        except RequestError as error:
-            if error.code != "engine_abort":
-                raise
-            return
+        reply = await self.turns.sample(self.record, prepared, Call())
         if linear or self.data.draw(st.integers(0, 3)):
             self.turns.deliver(self.record, reply.id)
         self.branches.append([*messages, reply.message, *self.following(reply.message)])
@@ -147,10 +143,18 @@ class Agent:
         ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _at_once() -> Iterator[None]:
+    """What an engine interrupts goes on without a pause."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_continuing, "PAUSE", 0.0)
+        yield
+
+
 def played(data: st.DataObject, template: str, *, linear: bool) -> tuple[Trajectory, Agent]:
     def reply(_: Any, number: int) -> Reply:
         drawn = data.draw(sampled())
-        if linear or data.draw(st.integers(0, 4)):
+        if linear or data.draw(st.integers(0, 4)) < 4:
             return drawn
         return data.draw(st.sampled_from([Reply(ids=(), finish="abort"), ABORTED, CUT_SHORT]))
 

@@ -17,6 +17,7 @@ from turnleaf.gateway._history import Conversation, Match
 from turnleaf.gateway._http import BODY_LIMIT
 from turnleaf.gateway._keys import Call, Record
 from turnleaf.gateway.engines import (
+    ContinuingEngine,
     Engine,
     EngineLost,
     EngineReply,
@@ -80,7 +81,7 @@ class Turns:
         routed_experts_shape: tuple[int, int] | None = None,
     ) -> None:
         self._renderer = renderer
-        self._engine = engine
+        self._engine = ContinuingEngine(engine)
         self._max_context_tokens = max_context_tokens
         self._experts_shape = routed_experts_shape
         self._one_at_a_time = anyio.Lock()
@@ -150,10 +151,6 @@ class Turns:
         record.trajectory.add(turn)
         if call.stop.is_set():
             raise ended()
-        if reply.finish_reason == "abort":
-            raise RequestError(
-                503, "the engine interrupted this reply", code="engine_abort", retry_after=1
-            )
         completion = self._completion(prepared, reply)
         record.history.record(
             prepared.conversation,
@@ -287,8 +284,6 @@ class Turns:
         place = self._place(record, prepared.prompt)
         if call.stop.is_set():
             excluded = call.reason
-        elif reply.finish_reason == "abort":
-            excluded = "aborted"
         else:
             excluded = "undelivered" if prepared.trained else "untrained"
         return Turn(

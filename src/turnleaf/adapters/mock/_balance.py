@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from turnleaf.adapters.mock._ledger import LedgerEntry
-from turnleaf.core import Exclusion, Leaf, Replay, Trajectory, Turn
+from turnleaf.core import Exclusion, Leaf, Replay, Speculation, Trajectory, Turn
 from turnleaf.gateway._probe import PROBE
 
 __all__ = ["LedgerReport", "Loss", "compare"]
@@ -68,14 +68,15 @@ def compare(entries: Iterable[LedgerEntry], trajectories: Iterable[Trajectory]) 
         left_out: list[LedgerEntry] = []
         for turn in trajectory.turns:
             attempts = calls.pop(turn.id, [])
-            recorded = _recorded(turn, attempts)
+            calls_of_turn = _recorded(turn, attempts)
             for entry in attempts:
-                if entry is not recorded:
+                if entry not in calls_of_turn:
                     lost[_loss(entry) or "retried"] += len(entry.output_ids)
-            if recorded is None:
+            if not calls_of_turn:
                 if len(turn.output):
                     problems.append(f"turn {turn.id}: no answered engine call sampled its output")
                 continue
+            recorded = _as_one(calls_of_turn)
             problems += _turn_problems(trajectory, turn, recorded)
             if turn.excluded is None:
                 to_train.append(recorded)
@@ -114,12 +115,58 @@ def _loss(entry: LedgerEntry) -> Loss | None:
     return None
 
 
-def _recorded(turn: Turn, attempts: list[LedgerEntry]) -> LedgerEntry | None:
-    """The attempt that the turn was recorded from: the last whose answer could be trusted."""
+def _recorded(turn: Turn, attempts: list[LedgerEntry]) -> list[LedgerEntry]:
+    """The calls that the turn was recorded from, in their order: one, unless it was interrupted.
+
+    Found from the end: of the calls that could be trusted, the one whose output ends where the turn
+    does, then the one that ends where that began. Of several, what the turn says, else the last.
+    """
     usable = [entry for entry in attempts if _loss(entry) in (None, "aborted")]
-    if not usable or (usable[-1].finish == "abort" and not len(turn.output)):
-        return None
-    return usable[-1]
+    if not len(turn.output):
+        return [entry for entry in usable[-1:] if entry.finish != "abort"]
+    found: list[LedgerEntry] = []
+    end, prompt_end = turn.end, turn.end - len(turn.output)
+    while end > prompt_end:
+        here = [entry for entry in usable if _span(entry).stop == end]
+        if not here:
+            break
+        said = turn.output[: end - prompt_end]
+        here.sort(
+            key=lambda entry: np.array_equal(said[-len(entry.output_ids) :], entry.output_ids)
+        )
+        found.insert(0, here[-1])
+        end = _span(here[-1]).start
+    return found or usable[-1:]
+
+
+def _is_said(turn: Turn, entry: LedgerEntry) -> bool:
+    span, before = _span(entry), turn.end - len(turn.output)
+    return np.array_equal(turn.output[span.start - before : span.stop - before], entry.output_ids)
+
+
+def _as_one(entries: list[LedgerEntry]) -> LedgerEntry:
+    """The calls of one turn as if the engine had not interrupted them."""
+    first, last = entries[0], entries[-1]
+    if first is last:
+        return first
+    kept = [entry.top_p_ids for entry in entries]
+    return attrs.evolve(
+        first,
+        rid=last.rid,
+        output_ids=np.concatenate([entry.output_ids for entry in entries]),
+        logprobs=np.concatenate([entry.logprobs for entry in entries]),
+        weight_versions=tuple(span for entry in entries for span in entry.weight_versions),
+        finish=last.finish,
+        completion_tokens=sum(entry.completion_tokens for entry in entries),
+        speculation=_sum([entry.speculation for entry in entries]),
+        top_p_ids=None if None in kept else [ids for some in kept for ids in some or ()],
+        routed_experts=last.routed_experts,
+    )
+
+
+def _sum(counts: list[Speculation | None]) -> Speculation | None:
+    known = [attrs.astuple(count) for count in counts if count is not None]
+    return Speculation(*map(sum, zip(*known, strict=True))) if known else None
 
 
 def _turn_problems(trajectory: Trajectory, turn: Turn, entry: LedgerEntry) -> Iterator[str]:
@@ -128,13 +175,21 @@ def _turn_problems(trajectory: Trajectory, turn: Turn, entry: LedgerEntry) -> It
         ("prompt", np.array_equal(path[: len(path) - len(turn.output)], entry.input_ids)),
         ("output", np.array_equal(turn.output, entry.output_ids)),
         ("logprobs", np.array_equal(turn.logprobs, entry.logprobs.astype(np.float32))),
-        ("finish_reason", turn.finish_reason == entry.finish),
+        ("finish_reason", _ends_as(turn, entry)),
         ("weight_versions", turn.weight_versions == entry.weight_versions),
         ("speculation", turn.speculation == entry.speculation),
         ("replay data", turn.replay == _replay(entry, turn.keep)),
     ):
         if not same:
             yield f"turn {turn.id}: not the {name} of call {entry.rid}"
+
+
+def _ends_as(turn: Turn, entry: LedgerEntry) -> bool:
+    """An interruption after the last token that was wanted is the limit's end."""
+    return turn.finish_reason == entry.finish or (entry.finish, turn.finish_reason) == (
+        "abort",
+        "length",
+    )
 
 
 def _leaf_problems(

@@ -33,9 +33,9 @@ def _speculation(value: Speculation | dict[str, int] | None) -> Speculation | No
 
 
 def turn_of(rid: str) -> str:
-    """The id of the turn that a call was made for: its rid is `<turn id>.<attempt>`."""
-    turn_id, _, attempt = rid.rpartition(".")
-    return turn_id if turn_id and attempt.isdecimal() else rid
+    """The id of the turn that a call was made for: its rid is `<turn id>.<part>.<attempt>`."""
+    turn_id, *numbers = rid.rsplit(".", 2)
+    return turn_id if len(numbers) == 2 and all(map(str.isdecimal, numbers)) else rid
 
 
 @attrs.frozen(eq=False)

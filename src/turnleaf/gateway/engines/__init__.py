@@ -11,9 +11,11 @@ from turnleaf.gateway.engines._base import (
     WantedExperts,
     wants_top_p_ids,
 )
+from turnleaf.gateway.engines._continuing import ContinuingEngine
 from turnleaf.gateway.engines._sglang import SGLangEngine
 
 __all__ = [
+    "ContinuingEngine",
     "Engine",
     "EngineLost",
     "EngineReply",

@@ -65,7 +65,8 @@ class WantedExperts:
 class EngineRequest:
     """One call.
 
-    turn_id: names the turn; each attempt sends `<turn_id>.<attempt>` as its rid, counted from 0.
+    turn_id: names the turn. part: which call of the turn it is, when an engine interrupted earlier
+        ones. Each attempt sends `<turn_id>.<part>.<attempt>` as its rid, counted from 0.
     input_ids: int32[n], the whole prompt.
     sampling: SGLang sampling parameters, `max_new_tokens` included. Where they ask for top-p's kept
         ids (`wants_top_p_ids`), the reply must have them.
@@ -78,6 +79,7 @@ class EngineRequest:
     sampling: Mapping[str, Any]
     routing_key: str
     experts: WantedExperts | None = None
+    part: int = 0
 
 
 def wants_top_p_ids(sampling: Mapping[str, Any]) -> bool:

@@ -87,7 +87,9 @@ class SGLangEngine:
             if stop.is_set():
                 raise EngineLost(f"turn {request.turn_id}: stopped with no call under way")
             try:
-                return await self._attempt(request, f"{request.turn_id}.{attempt}", stop)
+                return await self._attempt(
+                    request, f"{request.turn_id}.{request.part}.{attempt}", stop
+                )
             except _PassingFailureError as failure:
                 now = anyio.current_time()
                 give_up_at = min(give_up_at, now + self._retry_budget)

@@ -1,0 +1,154 @@
+"""Calls that an engine interrupts for reasons of its own are continued, and are still one call."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import attrs
+import numpy as np
+
+from turnleaf.core import Speculation
+from turnleaf.gateway.engines._base import (
+    Engine,
+    EngineLost,
+    EngineReply,
+    EngineRequest,
+    EngineUnavailable,
+)
+
+__all__ = ["ContinuingEngine"]
+
+logger = logging.getLogger(__name__)
+
+PAUSE = 0.5
+"""Seconds until an interrupted call goes on. A trainer that aborts its engines' calls because it
+wants the rollouts to end closes their keys within that time; for a weight update it is nothing."""
+PATIENCE = 60.0
+"""Seconds of interruptions without one new token after which a call is given up."""
+
+
+@attrs.frozen
+class ContinuingEngine:
+    """An engine whose interruptions nobody sees.
+
+    slime updates weights by aborting every running call. What was sampled until then stands: the
+    call goes on behind it, with what is left of its limit, and the reply names the weights that
+    each token was sampled with.
+    """
+
+    _engine: Engine
+
+    async def generate(self, request: EngineRequest, *, stop: anyio.Event) -> EngineReply:
+        """See `Engine.generate`; "abort" only when `stop` is set.
+
+        Raises EngineUnavailable, too, when the engine goes on interrupting the call.
+        """
+        parts: list[EngineReply] = []
+        last_progress = anyio.current_time()
+        while True:
+            try:
+                reply = await self._engine.generate(_rest(request, parts), stop=stop)
+            except EngineLost:
+                if not parts:
+                    raise
+                return _joined(parts)
+            if len(reply.output):
+                last_progress = anyio.current_time()
+            if len(reply.output) or not parts:
+                parts.append(reply)
+            joined = _joined(parts, ending=reply)
+            if reply.finish_reason != "abort" or stop.is_set():
+                return joined
+            if len(joined.output) >= request.sampling["max_new_tokens"]:
+                return attrs.evolve(joined, finish_reason="length")
+            if anyio.current_time() - last_progress > PATIENCE:
+                raise EngineUnavailable(
+                    f"turn {request.turn_id}: the engine has interrupted the call again and again "
+                    f"for {PATIENCE:g} s without sampling anything"
+                )
+            logger.info(
+                "turn %s: the engine interrupted the call after %d tokens; it goes on",
+                request.turn_id,
+                len(joined.output),
+            )
+            with anyio.move_on_after(PAUSE):
+                await stop.wait()
+                return joined
+
+    async def check(self) -> None:
+        """See `Engine.check`."""
+        await self._engine.check()
+
+    async def aclose(self) -> None:
+        """See `Engine.aclose`."""
+        await self._engine.aclose()
+
+
+def _rest(request: EngineRequest, parts: Sequence[EngineReply]) -> EngineRequest:
+    """The request for what is still to be sampled behind the parts."""
+    sampled = sum(len(part.output) for part in parts)
+    if not parts:
+        return request
+    sampling: dict[str, Any] = {**request.sampling}
+    sampling["max_new_tokens"] -= sampled
+    if sampling.get("min_new_tokens"):
+        sampling["min_new_tokens"] = max(sampling["min_new_tokens"] - sampled, 0)
+    input_ids = np.concatenate([request.input_ids, *(part.output for part in parts)])
+    experts = request.experts
+    if experts is not None and sampled:
+        experts = attrs.evolve(experts, start=len(input_ids) - 1)
+    return attrs.evolve(
+        request,
+        input_ids=input_ids,
+        sampling=sampling,
+        experts=experts,
+        part=request.part + len(parts),
+    )
+
+
+def _joined(parts: Sequence[EngineReply], *, ending: EngineReply | None = None) -> EngineReply:
+    """The parts as one reply that ends as the last one did.
+
+    ending: the last one, where it added nothing and is none of the parts.
+    """
+    ending = parts[-1] if ending is None else ending
+    told = [part for part in parts if len(part.output)]
+    if len(told) < 2:
+        only = told[0] if told else ending
+        return attrs.evolve(only, finish_reason=ending.finish_reason, matched=ending.matched)
+    return EngineReply(
+        output=np.concatenate([part.output for part in told]),
+        logprobs=np.concatenate([part.logprobs for part in told]),
+        finish_reason=ending.finish_reason,
+        matched=ending.matched,
+        # What was sampled before it was interrupted is no part of the prompt.
+        cached_tokens=told[0].cached_tokens,
+        weight_versions=tuple(span for part in told for span in part.weight_versions),
+        routed_experts=_rows([part.routed_experts for part in told]),
+        top_p_ids=_rows([part.top_p_ids for part in told]),
+        top_p_offsets=_offsets([part.top_p_offsets for part in told]),
+        speculation=_speculation([part.speculation for part in told]),
+    )
+
+
+def _rows(arrays: Sequence[Any]) -> Any:
+    return None if any(array is None for array in arrays) else np.concatenate(arrays)
+
+
+def _offsets(arrays: Sequence[Any]) -> Any:
+    if any(array is None for array in arrays):
+        return None
+    counts = [np.diff(array.astype(np.int64)) for array in arrays]
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(np.concatenate(counts))])
+
+
+def _speculation(counts: Sequence[Speculation | None]) -> Speculation | None:
+    known = [count for count in counts if count is not None]
+    if not known:
+        return None
+    return Speculation(
+        accepted=sum(count.accepted for count in known),
+        drafted=sum(count.drafted for count in known),
+        verifications=sum(count.verifications for count in known),
+    )
