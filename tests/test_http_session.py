@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.agent_process import agent_process, free_port
-from turnleaf.core import AgentError, BadResultError, PayloadError, SessionError, SettingsError
+from turnleaf.core import (
+    AgentError,
+    BadResultError,
+    PayloadError,
+    SessionBusy,
+    SessionError,
+    SettingsError,
+)
 from turnleaf.sessions import HttpSession
 from turnleaf.sessions._events import EventTooLarge, LastEvent
 
@@ -218,8 +225,9 @@ async def test_an_error_status_is_the_agents_error(status):
 @pytest.mark.parametrize("status", ["429 No", "502 No", "503 No", "504 No"])
 async def test_a_status_of_the_way_there_is_infrastructure(status):
     async with replying(b"upstream", status=status) as url:
-        with pytest.raises(SessionError, match=f"status {status[:3]}: upstream"):
+        with pytest.raises(SessionError, match=f"status {status[:3]}: upstream") as caught:
             await run(url)
+    assert isinstance(caught.value, SessionBusy) is (status[:3] in ("429", "503"))
 
 
 async def test_an_error_body_that_echoes_the_secret_hides_it_before_it_is_cut():

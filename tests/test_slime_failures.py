@@ -18,6 +18,7 @@ from turnleaf.core import (
     Rollout,
     RolloutAborted,
     RolloutTimings,
+    SessionBusy,
     SessionError,
     Trajectory,
 )
@@ -212,3 +213,13 @@ def test_it_is_given_up_exactly_when_the_rule_says_so(
                     assert over
                 else:
                     assert not over
+
+
+def test_agents_for_which_there_was_no_room_do_not_count(run: Callable[..., Run]) -> None:
+    watched = run(at_least=2)
+    for second in range(0, 3000, 100):
+        watched.note(ended(SessionBusy("train-1: throttled")), at=second)
+    watched.note(ended(SessionError("train-1: broke")), at=3000)
+    watched.note(ended(SessionError("train-1: broke")), at=3500)
+    said = watched.gives_up(ended(SessionError("train-1: broke")), at=3650)
+    assert "3 have failed" in said
