@@ -84,12 +84,14 @@ async def running_gateway(
     max_context_tokens: int = 32_768,
     keep_alive: float = 15.0,
     retry_budget: float = 5.0,
+    retry_grace: float = 0.0,
     engine_url: str | None = None,
     routed_experts_shape: tuple[int, int] | None = None,
 ) -> AsyncIterator[Stack]:
     """Serve until the context is left, then check the ledger against every collected trajectory.
 
-    script: of the engine; a list is played to every rollout. engine_url: another address than the
+    script: of the engine; a list is played to every rollout. retry_grace: none, so that a lost
+    connection's call ends at once. engine_url: another address than the
     scripted engine's. routed_experts_shape: of the experts that every turn records.
     """
     played = script if isinstance(script, dict) else {"*": list(script)}
@@ -104,7 +106,7 @@ async def running_gateway(
         scripted_url = await resources.enter_async_context(serve_engine(scripted))
         engine = SGLangEngine(engine_url or scripted_url, retry_budget=retry_budget)
         resources.push_async_callback(engine.aclose)
-        keys = Keys("restore")
+        keys = Keys("restore", retry_grace=retry_grace)
         turns = Turns(
             renderer(template),
             engine,

@@ -85,6 +85,7 @@ class Stack:
 
         Returns how many ids were sampled, and how many of them slime trains.
         """
+        self.collected.wait()
         report = compare(self.engine.ledger, self.collected.by_key.values())
         report.raise_for_problems()
         counts = {"sampled": report.sampled, "trained": 0}
@@ -185,7 +186,6 @@ def running_slime(
     stack = Stack(args, kept.engine, _collecting(monkeypatch))
     yield stack
     if ledger:
-        stack.collected.wait()
         stack.check_ledger()
 
 

@@ -161,7 +161,7 @@ async def test_a_killed_parent_takes_its_child_along(tmp_path: Path, forked: boo
 async def test_a_child_ends_at_once_though_a_fork_holds_its_stdin() -> None:
     async with child_process(MODULE, {"do": "serve"}) as child:
         assert child._process.stdin is not None
-        held = os.dup(child._process.stdin._stream.transport.get_extra_info("pipe").fileno())
+        held = os.dup(child._process.stdin.fileno())
         began = anyio.current_time()
     assert anyio.current_time() - began < 5
     assert child.returncode == 0
@@ -207,3 +207,31 @@ async def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         process.kill()
         await process.wait()
         await until(lambda: not is_running(pid))
+
+
+def test_a_child_starts_under_any_event_loop_policy(tmp_path: Path) -> None:
+    """Ray's workers leave uvloop's policy behind, which knows nothing of child processes."""
+    program = """
+import asyncio, sys, warnings
+import anyio
+import uvloop
+from turnleaf.core import Service
+from turnleaf.gateway._child import child_process
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+
+async def run():
+    async with child_process("child_under_test", {"do": "serve"}) as child:
+        return child.ready["echo"]["do"]
+
+with Service() as service:
+    print(service.call(run))
+"""
+    places = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": places}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout == "serve\n", ended.stderr

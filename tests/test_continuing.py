@@ -120,3 +120,32 @@ async def test_an_engine_that_only_interrupts_is_given_up(monkeypatch: pytest.Mo
     monkeypatch.setattr(_continuing, "PATIENCE", 0.05)
     with pytest.raises(EngineUnavailable, match="again and again"):
         await generate(Played([part([5]), part([])]))
+
+
+async def test_after_an_interruption_no_call_begins_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_continuing, "PAUSE", 0.1)
+    played = Played([part([5]), part([6], "stop"), part([7], "stop")])
+    engine = ContinuingEngine(played)
+    request = EngineRequest(
+        turn_id="turn",
+        input_ids=np.array([1], dtype=np.int32),
+        sampling={"max_new_tokens": 10},
+        routing_key="r",
+    )
+    replies: list[list[int]] = []
+
+    async def generate() -> None:
+        reply = await engine.generate(request, stop=anyio.Event())
+        replies.append(reply.output.tolist())
+
+    began = anyio.current_time()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(generate)
+        await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(generate)
+        await anyio.wait_all_tasks_blocked()
+        assert len(played.requests) == 1
+    assert anyio.current_time() - began >= 0.1
+    assert sorted(map(len, replies)) == [1, 2]

@@ -362,7 +362,7 @@ async def test_closing_a_key_ends_its_calls(aborted: bool) -> None:
             asking = asyncio.ensure_future(ask(client, [USER]))
             await until(lambda: bool(stack.engine.calls))
             trajectory = await stack.close(key, aborted=aborted)
-            with pytest.raises(openai.AuthenticationError, match="has ended"):
+            with pytest.raises(openai.AuthenticationError, match=r"has (ended|expired)"):
                 await asking
             with pytest.raises(openai.AuthenticationError, match="unknown"):
                 await ask(client, [USER])
@@ -375,7 +375,7 @@ async def test_the_calls_of_a_key_end_with_it() -> None:
     async with running_gateway([{"text": "too late", "hang": True}]) as stack:
         key = await stack.gateway.open_key(name="r", sampling={}, purpose="train", expires_in=0.5)
         async with openai_client(key) as client:
-            with pytest.raises(openai.AuthenticationError, match="has ended"):
+            with pytest.raises(openai.AuthenticationError, match=r"has (ended|expired)"):
                 await ask(client, [USER])
         trajectory = await stack.close(key)
     assert [turn.excluded for turn in trajectory.turns] == ["aborted"]
@@ -618,3 +618,36 @@ async def test_tools_that_nothing_can_parse_are_refused() -> None:
                 await ask(client, [USER], tools=[TOOL])
             await ask(client, [USER], tools=[TOOL], tool_choice="none")
         await stack.close(key)
+
+
+def asking_for(prompt_tokens: int) -> list[dict[str, Any]]:
+    """A message whose prompt has that many tokens."""
+    for words in range(prompt_tokens):
+        messages = [{"role": "user", "content": " a" * words}]
+        if len(renderer("chatml").render(messages, None).ids) == prompt_tokens:
+            return messages
+    raise AssertionError(f"no prompt of {prompt_tokens} tokens")
+
+
+async def test_limits_of_one_request_are_no_other_ones() -> None:
+    """Case B18: in a context of 1,000 tokens, requests share the trainer's parameters."""
+    short, long = asking_for(100), asking_for(990)
+    base = {"temperature": 0.7, "stop": None}
+    async with running_gateway(
+        [{"text": "ok", "times": 6}], template="chatml", max_context_tokens=1000
+    ) as stack:
+        key = await stack.open(**base)
+        (record,) = stack.keys._records.values()
+        before = dict(record.sampling)
+        async with openai_client(key) as client:
+            await asyncio.gather(*(ask(client, messages) for messages in (short, long) * 2))
+            await ask(client, short, max_tokens=16, stop=["END"])
+            await ask(client, short)
+        seen = [
+            (len(call.input_ids), call.sampling["max_new_tokens"], call.sampling.get("stop"))
+            for call in stack.engine.calls
+        ]
+        assert dict(record.sampling) == before
+        await stack.close(key)
+    assert sorted(seen[:4], key=str) == [(100, 900, None)] * 2 + [(990, 10, None)] * 2
+    assert seen[4:] == [(100, 16, ["END"]), (100, 900, None)]

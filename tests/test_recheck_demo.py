@@ -42,7 +42,7 @@ class Sampled:
         """A call like the last one, whose client was gone before the answer."""
         *_, last = self._engine.ledger
         turn_id = f"{self._name}-lost"
-        copy = attrs.evolve(last, rid=f"{turn_id}.0", turn_id=turn_id, answered=False)
+        copy = attrs.evolve(last, rid=f"{turn_id}.0.0", turn_id=turn_id, answered=False)
         self._engine.ledger.append(copy)
 
     async def turn(self, prompt: list[int], **fields: Any) -> list[int]:
@@ -50,7 +50,7 @@ class Sampled:
         index = len(self.trajectory)
         turn_id = f"{self._name}-turn-{index}"
         ids = np.array(prompt, dtype=np.int32)
-        call = Call(f"{turn_id}.0", self._name, ids, {"max_new_tokens": 5})
+        call = Call(f"{turn_id}.0.0", self._name, ids, {"max_new_tokens": 5})
         answer = await self._engine.generate(call)
         assert isinstance(answer, Answer)
         scored = answer.body["meta_info"]["output_token_logprobs"]

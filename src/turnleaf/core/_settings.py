@@ -177,6 +177,15 @@ class Settings:
         validator=_Expect(f"a number above 0, at most {_YEAR}", _positive(_YEAR), _number_as_text),
         metadata=_UNDER_TURNLEAF,
     )
+    retry_grace: float = attrs.field(
+        default=30,
+        validator=_Expect(
+            "a number from 0 to 3600",
+            lambda value: type(value) in (int, float) and 0 <= value <= 3600,
+            _number_as_text,
+        ),
+        metadata=_UNDER_TURNLEAF,
+    )
     tool_call_parser: str = attrs.field(default="auto", validator=_TEXT, metadata=_UNDER_TURNLEAF)
     reasoning_parser: str = attrs.field(default="auto", validator=_TEXT, metadata=_UNDER_TURNLEAF)
 

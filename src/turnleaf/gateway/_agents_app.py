@@ -11,7 +11,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from turnleaf.gateway._http import bearer, guarded, json_response, read_json
+from turnleaf.core import wait_for_first
+from turnleaf.gateway._asked import Asked, identity_of
+from turnleaf.gateway._http import bearer, decoded, guarded, json_response, read_body
 from turnleaf.gateway._keys import Call, Keys, Record
 from turnleaf.gateway._turns import Turns, ended
 from turnleaf.gateway.protocols import (
@@ -87,8 +89,9 @@ class ChatCompletions:
         request = Request(scope, receive)
         try:
             self._keys.authenticate(bearer(request))  # before anything is read
-            chat = parse_chat_request(await read_json(request, limit=self._turns.body_limit))
-            trained = _is_trained(request)
+            body = await read_body(request, limit=self._turns.body_limit)
+            chat = parse_chat_request(decoded(body))
+            trained, marked = _is_trained(request), _is_marked(request)
             # Again: the key may have been closed while the body arrived.
             record = self._keys.authenticate(bearer(request))
         except RequestError as error:
@@ -96,57 +99,83 @@ class ChatCompletions:
             return
         except ClientDisconnect:
             return
+        identity = identity_of(body, trained=trained)
+        asked = record.asked.claim(identity, marked=marked)
         call, reply = Call(), _Sending(send, chat)
         record.calls.add(call)
         try:
             with call.scope:
-                await self._serve(record, chat, trained, call, receive, reply)
+                if asked is None:
+                    asked = record.asked.ask(identity)
+                    await self._host(record, chat, trained, call, asked, receive, reply)
+                else:
+                    await self._attend(record, asked, receive, reply)
             if call.scope.cancelled_caught:
                 await reply.fail(ended())
         finally:
             record.calls.discard(call)
             call.finished.set()
 
-    async def _serve(
+    async def _host(
         self,
         record: Record,
         chat: ChatRequest,
         trained: bool,
         call: Call,
+        asked: Asked,
         receive: Receive,
         reply: "_Sending",
     ) -> None:
-        client = _Client(receive, call)
-        outcome: Completion | RequestError | None = None
-        ready = anyio.Event()
+        """Have the turn sampled, whoever waits for it in the end."""
 
         async def sample() -> None:
-            nonlocal outcome
-            outcome = await self._sample(record, chat, trained, call)
-            ready.set()
+            asked.finish(await self._sample(record, chat, trained, call))
 
         async def end_with_key() -> None:
             await anyio.sleep(record.expires_at - time.monotonic())
             call.end("aborted")
 
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(client.watch)
-            tasks.start_soon(end_with_key)
-            tasks.start_soon(sample)
-            while not ready.is_set():
-                with anyio.move_on_after(self._keep_alive):
-                    await ready.wait()
-                    break
-                await reply.keep_alive()
-            await anyio.lowlevel.checkpoint()  # a disconnect noticed meanwhile shows now
-            if isinstance(outcome, Completion) and not client.gone:
-                await reply.complete(outcome)
-                # At once: the server reports the end of a reply as a disconnect too.
-                if not client.gone:
-                    self._turns.deliver(record, outcome.id)
-            elif isinstance(outcome, RequestError) and not client.gone:
-                await reply.fail(outcome)
-            tasks.cancel_scope.cancel()
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(end_with_key)
+                tasks.start_soon(sample)
+                await self._attend(record, asked, receive, reply)
+                await asked.abandoned(self._keys.retry_grace)
+                call.end("undelivered")
+                await asked.done.wait()
+                tasks.cancel_scope.cancel()
+        finally:
+            if not asked.done.is_set():
+                asked.finish(ended())
+
+    async def _attend(
+        self, record: Record, asked: Asked, receive: Receive, reply: "_Sending"
+    ) -> None:
+        """Wait for a turn and tell the agent of it; returns when that is done or the agent gone."""
+        client = _Client(receive)
+        asked.take()
+        delivered = False
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(client.watch)
+                while not asked.done.is_set() and not client.gone.is_set():
+                    with anyio.move_on_after(self._keep_alive):
+                        await wait_for_first(asked.done.wait, client.gone.wait)
+                        break
+                    await reply.keep_alive()
+                await anyio.lowlevel.checkpoint()  # a disconnect noticed meanwhile shows now
+                outcome = asked.outcome
+                if isinstance(outcome, Completion) and not client.gone.is_set():
+                    await reply.complete(outcome)
+                    # At once: the server reports the end of a reply as a disconnect too.
+                    if not client.gone.is_set():
+                        self._turns.deliver(record, outcome.id)
+                        delivered = True
+                elif isinstance(outcome, RequestError) and not client.gone.is_set():
+                    await reply.fail(outcome)
+                tasks.cancel_scope.cancel()
+        finally:
+            asked.leave(delivered=delivered)
 
     async def _sample(
         self, record: Record, chat: ChatRequest, trained: bool, call: Call
@@ -162,19 +191,17 @@ class ChatCompletions:
 
 
 class _Client:
-    """Notices when the client goes away, and then ends its call."""
+    """Notices when the client goes away."""
 
-    def __init__(self, receive: Receive, call: Call) -> None:
+    def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._call = call
-        self.gone = False
+        self.gone = anyio.Event()
 
     async def watch(self) -> None:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self.gone = True
-                self._call.end("undelivered")
+                self.gone.set()
                 return
 
 
@@ -239,3 +266,9 @@ def _is_trained(request: Request) -> bool:
         if value not in ("true", "false"):
             raise RequestError(400, f"x-turnleaf-train is {value!r}, but must be true or false")
     return "false" not in values
+
+
+def _is_marked(request: Request) -> bool:
+    """Whether the client says that it retries: the SDKs' header counts from 0."""
+    count = request.headers.get("x-stainless-retry-count", "0").strip()
+    return count.isdecimal() and int(count[:9]) > 0

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -19,9 +20,8 @@ from subprocess import PIPE
 from typing import Any
 
 import anyio
-import anyio.abc
+import anyio.to_thread
 import attrs
-from anyio.streams.buffered import BufferedByteReceiveStream
 
 from turnleaf.core import ContractError, GatewayError
 
@@ -42,6 +42,7 @@ _MAX_LINE = 16 * 2**20  # bytes
 _CLOSING_GRACE = 10.0  # seconds for a child to end after its stdin closed
 _TERMINATION_GRACE = 3.0  # seconds more after SIGTERM
 _ORPHAN_CHECK = 1.0  # seconds between two looks at whether the parent is there
+_LOOK = 0.05  # seconds between two looks at whether a child has ended
 _DEATH_GRACE = 2.0  # seconds from the end of a child's stdout until its exit code is there
 
 
@@ -50,7 +51,7 @@ class Child:
     """A running child. ready: what it announced."""
 
     ready: Mapping[str, Any]
-    _process: anyio.abc.Process
+    _process: "subprocess.Popen[bytes]"
 
     @property
     def pid(self) -> int:
@@ -60,11 +61,11 @@ class Child:
     @property
     def returncode(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
-        return self._process.returncode
+        return self._process.poll()
 
     async def wait(self) -> int:
         """Wait until it ends, and return its exit code."""
-        return await self._process.wait()
+        return await _ended(self._process)
 
 
 @asynccontextmanager
@@ -80,10 +81,12 @@ async def child_process(
     when it ended, or stayed silent, before it was ready.
     """
     # -P: the working directory may hold the user's own modules of any name. A session of its
-    # own: ctrl-C at a terminal is for the parent, which then ends its children in order.
+    # own: ctrl-C at a terminal is for the parent, which then ends its children in order. No
+    # asyncio process: its loop asks the process-wide policy, where Ray leaves uvloop's, which has
+    # no child watcher.
     command = [sys.executable, "-P", "-m", module]
-    process = await anyio.open_process(
-        command, stdin=PIPE, stdout=PIPE, stderr=None, start_new_session=True
+    process = subprocess.Popen(  # noqa: ASYNC220  # starting one takes a few milliseconds
+        command, stdin=PIPE, stdout=PIPE, start_new_session=True
     )
     try:
         ready = await _start(process, module, config, ready_timeout)
@@ -94,51 +97,78 @@ async def child_process(
 
 
 async def _start(
-    process: anyio.abc.Process, module: str, config: Mapping[str, Any], ready_timeout: float
+    process: "subprocess.Popen[bytes]", module: str, config: Mapping[str, Any], ready_timeout: float
 ) -> dict[str, Any]:
-    assert process.stdin is not None  # noqa: S101  # both are pipes
-    assert process.stdout is not None  # noqa: S101
     line = json.dumps(config, allow_nan=False).encode() + b"\n"
     try:
         with anyio.fail_after(ready_timeout):
-            await process.stdin.send(line)
-            ready = await _ready_line(BufferedByteReceiveStream(process.stdout), module)
+            # What blocks here ends with the child, which is ended when this is cancelled.
+            ready = await anyio.to_thread.run_sync(
+                _greeted, process, module, line, abandon_on_cancel=True
+            )
     except TimeoutError:
         raise GatewayError(f"{module} was not ready within {ready_timeout:g} s") from None
-    except anyio.DelimiterNotFound:
-        raise GatewayError(f"{module} sent no readiness line, but {_MAX_LINE} bytes") from None
-    except (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError):
+    if ready is None:
         with anyio.move_on_after(_DEATH_GRACE):
-            await process.wait()
+            await _ended(process)
         raise GatewayError(
-            f"{module} ended before it was ready (exit code {process.returncode}); "
+            f"{module} ended before it was ready (exit code {process.poll()}); "
             "its log on stderr says why"
-        ) from None
+        )
     if "error" in ready:
         raise ContractError(str(ready["error"]))
     return ready
 
 
-async def _ready_line(stdout: BufferedByteReceiveStream, module: str) -> dict[str, Any]:
+def _greeted(process: "subprocess.Popen[bytes]", module: str, line: bytes) -> dict[str, Any] | None:
+    """Tell the child its configuration and read its readiness line; None when it ends before."""
+    assert process.stdin is not None  # noqa: S101  # both are pipes
+    assert process.stdout is not None  # noqa: S101
+    try:
+        process.stdin.write(line)
+        process.stdin.flush()
+    except OSError:
+        return None
     while True:
-        line = await stdout.receive_until(b"\n", _MAX_LINE)
+        said = process.stdout.readline(_MAX_LINE)
+        if len(said) == _MAX_LINE:
+            raise GatewayError(f"{module} sent no readiness line, but {_MAX_LINE} bytes")
+        if not said.endswith(b"\n"):
+            return None
         try:
-            ready = json.loads(line)
+            ready = json.loads(said)
         except ValueError:
             ready = None
         if isinstance(ready, dict):
             return ready
         # A library that greets on stdout must not keep a worker from starting.
-        logger.info("%s wrote: %s", module, line.decode(errors="replace").strip())
+        logger.info("%s wrote: %s", module, said.decode(errors="replace").strip())
 
 
-async def _end(process: anyio.abc.Process, module: str) -> None:
-    assert process.stdin is not None  # noqa: S101
+async def _ended(process: "subprocess.Popen[bytes]") -> int:
+    """Wait until the process ends, and return its exit code."""
     try:
-        with anyio.move_on_after(_TERMINATION_GRACE):
-            await process.stdin.send(b"\n")
-        await process.stdin.aclose()
-    except (OSError, anyio.BrokenResourceError):
+        descriptor = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
+    except ProcessLookupError:  # it has ended, and its exit code is taken
+        return process.wait()
+    if descriptor is None:
+        while process.poll() is None:  # noqa: ASYNC110  # nothing tells of it there
+            await anyio.sleep(_LOOK)
+        return process.wait()
+    try:
+        await anyio.wait_readable(descriptor)
+    finally:
+        os.close(descriptor)
+    return process.wait()
+
+
+async def _end(process: "subprocess.Popen[bytes]", module: str) -> None:
+    assert process.stdin is not None  # noqa: S101
+    assert process.stdout is not None  # noqa: S101
+    try:
+        process.stdin.write(b"\n")
+        process.stdin.close()
+    except OSError:
         logger.debug("%s had closed its stdin", module)
     for grace, end in (
         (_CLOSING_GRACE, process.terminate),
@@ -146,14 +176,11 @@ async def _end(process: anyio.abc.Process, module: str) -> None:
         (math.inf, process.kill),
     ):
         with anyio.move_on_after(grace):
-            await process.wait()
+            await _ended(process)
             break
         logger.warning("%s (process %d) does not end: %s", module, process.pid, end.__name__)
-        try:
-            end()
-        except ProcessLookupError:
-            continue
-    await process.aclose()
+        end()
+    process.stdout.close()
 
 
 def read_config() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from turnleaf.gateway.protocols import RequestError
 
-__all__ = ["bearer", "guarded", "json_response", "read_json"]
+__all__ = ["bearer", "decoded", "guarded", "json_response", "read_body", "read_json"]
 
 BODY_LIMIT = 32 * 1024 * 1024
 """Bytes of a request body, at most."""
@@ -19,8 +19,12 @@ BODY_TIMEOUT = 60.0
 
 
 async def read_json(request: Request, *, limit: int = BODY_LIMIT) -> Any:
-    """The decoded body. Raises RequestError for one of more than `limit` bytes, too slow, or not
-    JSON."""
+    """The decoded body. Raises RequestError as `read_body` and `decoded` do."""
+    return decoded(await read_body(request, limit=limit))
+
+
+async def read_body(request: Request, *, limit: int = BODY_LIMIT) -> bytes:
+    """The body. Raises RequestError for one of more than `limit` bytes, or too slow."""
     chunks, size = [], 0
     try:
         with anyio.fail_after(BODY_TIMEOUT):
@@ -35,8 +39,13 @@ async def read_json(request: Request, *, limit: int = BODY_LIMIT) -> Any:
         raise RequestError(
             408, f"the request body did not arrive within {BODY_TIMEOUT:.0f} seconds"
         ) from None
+    return b"".join(chunks)
+
+
+def decoded(body: bytes) -> Any:
+    """What a body says. Raises RequestError when that is not JSON."""
     try:
-        return orjson.loads(b"".join(chunks))
+        return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise RequestError(
             400, f"the request body is not JSON: {error}", code="invalid_json"

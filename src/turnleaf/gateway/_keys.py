@@ -12,6 +12,7 @@ import anyio
 import attrs
 
 from turnleaf.core import Exclusion, Purpose, Trajectory
+from turnleaf.gateway._asked import AskedTurns
 from turnleaf.gateway._history import ClientReasoning, History
 from turnleaf.gateway.protocols import RequestError
 
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 CLOSE_WAIT = 2.0
 """Seconds that closing a key waits for its calls to end before it cuts them."""
+RETRY_GRACE = 30.0
+"""Seconds for which a turn whose connection was lost waits for a retry, by default."""
 COLLECT_GRACE = 60.0
 """Seconds for which a collected trajectory can be collected again, after a lost reply."""
 UNCOLLECTED_GRACE = 3600.0
@@ -58,6 +61,7 @@ class Record:
     sampling: Mapping[str, Any]
     expires_at: float
     history: History
+    asked: AskedTurns
     clock: datetime = attrs.field(factory=lambda: datetime.now(UTC).astimezone())
     trajectory: Trajectory = attrs.field(factory=Trajectory)
     calls: set[Call] = attrs.field(factory=set)
@@ -81,10 +85,16 @@ class Record:
 
 
 class Keys:
-    """Issues keys and finds what they name. Secrets are held as digests only."""
+    """Issues keys and finds what they name. Secrets are held as digests only.
 
-    def __init__(self, client_reasoning: ClientReasoning) -> None:
+    retry_grace: seconds for which a turn whose connection was lost waits for a retry.
+    """
+
+    def __init__(
+        self, client_reasoning: ClientReasoning, *, retry_grace: float = RETRY_GRACE
+    ) -> None:
         self._client_reasoning = client_reasoning
+        self._retry_grace = retry_grace
         self._records: dict[str, Record] = {}
         self._by_secret: dict[bytes, Record] = {}
 
@@ -105,10 +115,16 @@ class Keys:
             sampling=dict(sampling),
             expires_at=time.monotonic() + expires_in,
             history=History(self._client_reasoning),
+            asked=AskedTurns(self._retry_grace),
         )
         self._records[record.id] = record
         self._by_secret[_digest(secret)] = record
         return record, secret
+
+    @property
+    def retry_grace(self) -> float:
+        """Seconds for which a turn whose connection was lost waits for a retry."""
+        return self._retry_grace
 
     def authenticate(self, secret: str | None) -> Record:
         """The record that a secret names; raises a 401 RequestError when there is none."""

@@ -62,7 +62,7 @@ async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
         agents_socket = stack.enter_context(listen(config.host, config.port))
         control_socket = stack.enter_context(listen(config.control_host, 0))
         base_url = _base_url(config, agents_socket.getsockname()[1])
-        keys = Keys(config.client_reasoning)
+        keys = Keys(config.client_reasoning, retry_grace=config.retry_grace)
         turns = Turns(
             renderer,
             engine,

@@ -1,6 +1,7 @@
 """Calls that an engine interrupts for reasons of its own are continued, and are still one call."""
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,16 +29,18 @@ PATIENCE = 60.0
 """Seconds of interruptions without one new token after which a call is given up."""
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class ContinuingEngine:
     """An engine whose interruptions nobody sees.
 
     slime updates weights by aborting every running call. What was sampled until then stands: the
     call goes on behind it, with what is left of its limit, and the reply names the weights that
-    each token was sampled with.
+    each token was sampled with. For PAUSE seconds after an interruption no call begins: a trainer
+    that empties its engines would have to abort that one, too.
     """
 
     _engine: Engine
+    _quiet_until: float = attrs.field(init=False, default=-math.inf)
 
     async def generate(self, request: EngineRequest, *, stop: anyio.Event) -> EngineReply:
         """See `Engine.generate`; "abort" only when `stop` is set.
@@ -45,6 +48,7 @@ class ContinuingEngine:
         Raises EngineUnavailable, too, when the engine goes on interrupting the call.
         """
         parts: list[EngineReply] = []
+        await self._quiet(stop)
         last_progress = anyio.current_time()
         while True:
             try:
@@ -72,9 +76,16 @@ class ContinuingEngine:
                 request.turn_id,
                 len(joined.output),
             )
-            with anyio.move_on_after(PAUSE):
-                await stop.wait()
+            self._quiet_until = anyio.current_time() + PAUSE
+            await self._quiet(stop)
+            if stop.is_set():
                 return joined
+
+    async def _quiet(self, stop: anyio.Event) -> None:
+        left = self._quiet_until - anyio.current_time()
+        if left > 0:
+            with anyio.move_on_after(left):
+                await stop.wait()
 
     async def check(self) -> None:
         """See `Engine.check`."""

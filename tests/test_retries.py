@@ -1,0 +1,200 @@
+"""A retry is the same turn: what a lost connection leaves behind, and who may claim it."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.gateway_stack import Stack, running_gateway
+from tests.waiting import until
+from turnleaf.core import Key
+
+pytestmark = pytest.mark.anyio
+
+BODY = {"model": "model", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
+SLOW = {"text": "four", "delay": 0.3}
+
+
+async def post(
+    http: httpx.AsyncClient, key: Key, body: dict[str, Any] = BODY, *, retry: int = 0
+) -> httpx.Response:
+    return await http.post(
+        f"{key.base_url}/chat/completions",
+        json=body,
+        headers={
+            "authorization": f"Bearer {key.secret}",
+            "x-stainless-retry-count": str(retry),
+        },
+    )
+
+
+async def lose(stack: Stack, http: httpx.AsyncClient, key: Key, **request: Any) -> None:
+    """Ask, and go away once the engine has been asked."""
+    calls = len(stack.engine.calls)
+    asking = asyncio.ensure_future(post(http, key, **request))
+    await until(lambda: len(stack.engine.calls) > calls)
+    await gone(stack, asking)
+
+
+async def gone(stack: Stack, asking: "asyncio.Future[Any]") -> None:
+    """Go away, and wait until the gateway knows."""
+    record = next(iter(stack.keys._records.values()))
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await until(lambda: any(asked.lost_at is not None for asked in record.asked._asked))
+
+
+def said(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    content: str = response.json()["choices"][0]["message"]["content"]
+    return content
+
+
+@pytest.mark.parametrize("marked", [0, 1])
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_a_retry_joins_the_turn_under_way(marked: int, goes_on: bool) -> None:
+    async with running_gateway([SLOW, {"text": "sure"}], retry_grace=20) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            await lose(stack, http, key)
+            reply = await post(http, key, retry=marked)
+            assert said(reply) == "four"
+            assert len(stack.engine.calls) == 1
+            if goes_on:
+                message = reply.json()["choices"][0]["message"]
+                more = [*BODY["messages"], message, {"role": "user", "content": "Sure?"}]
+                assert said(await post(http, key, {**BODY, "messages": more})) == "sure"
+        trajectory = await stack.close(key)
+    assert {turn.excluded for turn in trajectory.turns} == {None}
+    assert trajectory.turns[0].id == reply.json()["id"]
+    assert len(trajectory.leaves()) == 1
+
+
+async def test_a_retry_takes_the_turn_that_ended_meanwhile() -> None:
+    async with running_gateway([SLOW], retry_grace=20) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            await lose(stack, http, key)
+            await until(lambda: len(stack.engine.ledger) == 1)
+            assert said(await post(http, key, retry=1)) == "four"
+        trajectory = await stack.close(key)
+    assert [turn.excluded for turn in trajectory.turns] == [None]
+
+
+async def test_a_retry_that_is_lost_too_leaves_the_turn_to_the_next() -> None:
+    async with running_gateway([{"text": "four", "delay": 1.0}], retry_grace=20) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            await lose(stack, http, key)
+            record = next(iter(stack.keys._records.values()))
+            (asked,) = record.asked._asked
+            again = asyncio.ensure_future(post(http, key, retry=1))
+            await until(lambda: asked.waiting == 1)
+            await gone(stack, again)
+            assert said(await post(http, key, retry=2)) == "four"
+            assert len(stack.engine.calls) == 1
+        trajectory = await stack.close(key)
+    assert [turn.excluded for turn in trajectory.turns] == [None]
+
+
+async def test_when_the_grace_is_over_the_call_is_ended_and_a_retry_is_a_new_turn() -> None:
+    script = [{"text": "too late", "hang": True, "abort_after": 2}, {"text": "four"}]
+    async with running_gateway(script, retry_grace=0.1) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            await lose(stack, http, key)
+            await until(lambda: len(stack.engine.ledger) == 1)
+            assert said(await post(http, key, retry=1)) == "four"
+        trajectory = await stack.close(key)
+    assert [turn.excluded for turn in trajectory.turns] == ["undelivered", None]
+    assert len(trajectory.leaves()) == 1
+
+
+async def test_a_deliberate_second_sample_is_a_sibling() -> None:
+    async with running_gateway([{"text": "four"}, {"text": "IV"}], retry_grace=20) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            assert said(await post(http, key)) == "four"
+            assert said(await post(http, key)) == "IV"
+        trajectory = await stack.close(key)
+    assert [turn.excluded for turn in trajectory.turns] == [None, None]
+    assert len(trajectory.leaves()) == 2
+
+
+async def test_siblings_under_way_are_not_each_others_retries() -> None:
+    async with running_gateway([SLOW, {"text": "IV", "delay": 0.3}], retry_grace=20) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            both = await asyncio.gather(post(http, key), post(http, key))
+        assert {said(reply) for reply in both} == {"four", "IV"}
+        await stack.close(key)
+
+
+async def test_a_lost_turn_is_claimed_once() -> None:
+    async with running_gateway([SLOW, {"text": "IV"}], retry_grace=20) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            await lose(stack, http, key)
+            assert said(await post(http, key)) == "four"
+            assert said(await post(http, key)) == "IV"
+        await stack.close(key)
+
+
+async def test_a_marked_retry_gets_a_delivered_reply_again() -> None:
+    """As when a reply was lost behind the gateway, which could not see it."""
+    async with running_gateway([{"text": "four"}, {"text": "IV"}], retry_grace=20) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            first, second = await post(http, key), await post(http, key)
+            again = await post(http, key, retry=1)
+        assert again.json()["id"] == second.json()["id"] != first.json()["id"]
+        assert len(stack.engine.calls) == 2
+        await stack.close(key)
+
+
+async def test_a_marked_retry_joins_what_nobody_knows_to_be_lost() -> None:
+    async with running_gateway([SLOW], retry_grace=20) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            first = asyncio.ensure_future(post(http, key))
+            await until(lambda: len(stack.engine.calls) == 1)
+            again = await post(http, key, retry=1)
+            assert again.json()["id"] == (await first).json()["id"]
+        trajectory = await stack.close(key)
+    assert len(trajectory) == 1
+
+
+async def test_a_retry_of_what_was_refused_claims_nothing() -> None:
+    script = [{"text": "x", "mismatch": True}, {"text": "four"}]
+    async with running_gateway(script, retry_grace=20) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            assert (await post(http, key)).status_code == 502
+            assert said(await post(http, key, retry=1)) == "four"
+        await stack.close(key)
+
+
+async def test_other_requests_claim_nothing() -> None:
+    async with running_gateway([SLOW, {"text": "IV"}], retry_grace=20) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            await lose(stack, http, key)
+            assert said(await post(http, key, {**BODY, "max_tokens": 5}, retry=1)) == "IV"
+        trajectory = await stack.close(key)
+    assert sorted(str(turn.excluded) for turn in trajectory.turns) == ["None", "undelivered"]
+
+
+async def test_a_key_that_closes_ends_what_waits_for_a_retry() -> None:
+    script = [{"text": "too late", "hang": True, "abort_after": 2}]
+    async with running_gateway(script, retry_grace=60) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            await lose(stack, http, key)
+            again = asyncio.ensure_future(post(http, key, retry=1))
+            record = next(iter(stack.keys._records.values()))
+            await until(lambda: record.asked._asked[0].waiting == 1)
+            trajectory = await stack.close(key, aborted=True)
+            assert (await again).status_code == 401
+    assert [turn.excluded for turn in trajectory.turns] == ["aborted"]
