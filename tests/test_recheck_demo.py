@@ -319,7 +319,7 @@ def turn_left_out(samples: list[dict[str, Any]]) -> str:
     for position in range(first, last + 1):
         sample["loss_mask"][position], sample["logprobs"][position] = 0, 0.0
     sample["weight_versions"].pop()
-    return f"call {turn}.0 of rollout {sample['rollout']!r}: "
+    return f"call {turn}.0.0 of rollout {sample['rollout']!r}: "
 
 
 def advantage_changed(samples: list[dict[str, Any]]) -> str:
