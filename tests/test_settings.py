@@ -198,6 +198,8 @@ def test_an_address_for_agents_is_accepted(address: str) -> None:
         " http://host",
         r"http://host\0",
         "http://host,other",
+        "https://host/v1",
+        "https://host:{port}/v1/",
         "",
     ],
 )
@@ -209,6 +211,30 @@ def test_an_address_that_agents_cannot_use_is_refused(address: str) -> None:
 
 def test_an_address_with_a_control_character_is_refused() -> None:
     assert "is 'http://host/" in refusal(r'turnleaf: {public_url: "http://host/\0"}')
+
+
+def test_an_address_with_the_v1_that_is_added_is_refused_with_the_reason() -> None:
+    assert refusal("turnleaf: {public_url: 'https://h/v1'}").endswith("which is added to it")
+    assert "/v1" not in refusal("turnleaf: {public_url: 'ftp://h'}")
+    assert parsed("turnleaf: {public_url: 'https://h/v1/agents'}").public_url is not None
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    text = """
+        gateway_port: -1
+        turnleaf: {history: 5, failure_window: 0, workres: 2, history.client_reasoning: a}
+    """
+    faults = Settings.faults(yaml.safe_load(text))
+    assert [fault.split(" ")[0] for fault in faults] == [
+        *("gateway_port", "turnleaf.history", "turnleaf.failure_window", "unknown", "unknown"),
+        "rollout_session_backend",
+    ]
+    with pytest.raises(SettingsError) as raised:
+        Settings.from_mapping(yaml.safe_load(text))
+    told = str(raised.value)
+    assert told.startswith("6 settings are wrong:\n- gateway_port is -1, but ")
+    assert [line for line in told.split("\n")[1:] if not line.startswith(("- ", "  "))] == []
+    assert Settings.faults({"rollout_session_backend": BACKEND}) == []
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "::1", "node-7", "a_b.example.com.", "büro.example"])

@@ -4,6 +4,7 @@ import difflib
 import ipaddress
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -44,6 +45,11 @@ def _number_as_text(value: object) -> str:
     except ValueError:
         return ""
     return "; YAML read it as text: write it without quotes, an exponent as in 1.0e-5"
+
+
+def _ending_in_v1(value: object) -> str:
+    ends = isinstance(value, str) and _ends_in_v1(value)
+    return "; leave /v1 out, which is added to it" if ends else ""
 
 
 def _session_without_module(value: Any) -> str:
@@ -90,6 +96,11 @@ def _is_backend(value: Any) -> bool:
     return len(names) > 1 and all(name.isidentifier() for name in names)
 
 
+def _ends_in_v1(value: str) -> bool:
+    # Agents would be told …/v1/v1, where nothing answers.
+    return value.rstrip("/").endswith("/v1")
+
+
 def _is_address(value: Any) -> bool:
     if not _is_text(value) or any(character.isspace() for character in value):
         return False
@@ -98,6 +109,8 @@ def _is_address(value: Any) -> bool:
         address = urlsplit(filled)
         port_fits = address.port is None or address.port > 0
     except ValueError:
+        return False
+    if _ends_in_v1(value):
         return False
     plain = not (address.query or address.fragment or address.username or set(filled) & set("{}"))
     reachable = address.scheme in ("http", "https") and _is_host(address.hostname)
@@ -143,6 +156,7 @@ class Settings:
         validator=_Expect(
             "an http(s) address, in which only `{port}` is filled in, or null",
             _or_null(_is_address),
+            _ending_in_v1,
         ),
         metadata=_UNDER_TURNLEAF,
     )
@@ -198,29 +212,63 @@ class Settings:
         ignore_unknown_top_level: the mapping also holds what is not ours to judge, such as a
         trainer's own arguments.
 
-        Raises SettingsError for an unknown, missing or wrong setting.
+        Raises SettingsError for unknown, missing or wrong settings; its text names all of them.
         """
+        values, faults = cls._read(mapping, ignore_unknown_top_level)
+        if len(faults) > 1:
+            listed = "\n".join(f"- {textwrap.indent(fault, '  ').strip()}" for fault in faults)
+            raise SettingsError(f"{len(faults)} settings are wrong:\n{listed}")
+        for fault in faults:
+            raise SettingsError(fault)
+        return cls(**values)
+
+    @classmethod
+    def faults(
+        cls, mapping: Mapping[str, Any], *, ignore_unknown_top_level: bool = False
+    ) -> list[str]:
+        """What `from_mapping` would refuse, one text for each; empty when it would not."""
+        return cls._read(mapping, ignore_unknown_top_level)[1]
+
+    @classmethod
+    def _read(
+        cls, mapping: Mapping[str, Any], ignore_unknown_top_level: bool
+    ) -> tuple[dict[str, Any], list[str]]:
+        """The values by field, and what is wrong with the mapping."""
         if not isinstance(mapping, Mapping):
-            raise SettingsError(
+            return {}, [
                 f"the settings are {excerpt(mapping, length=_EXCERPT)}, but must be a mapping of "
                 "names to values"
-            )
-        fields = {_path(field): field.name for field in attrs.fields(cls)}
+            ]
+        fields = {_path(field): field for field in attrs.fields(cls)}
         sections = {
             path[:at] for path in fields for at, character in enumerate(path) if character == "."
         }
-        values = {}
+        values: dict[str, Any] = {}
+        faults = []
         for path, value in _flatten(mapping, "", sections):
-            if path in fields:
-                values[fields[path]] = value
+            if path in sections:
+                said = excerpt(value, length=_EXCERPT)
+                faults.append(f"{path} is {said}, but must be a mapping")
+            elif path in fields:
+                values[fields[path].name] = value
+                faults += _fault(fields[path], value)
             elif not ignore_unknown_top_level or _dotted(path).startswith("turnleaf."):
-                raise SettingsError(_unknown(path, [*fields, *sections]))
+                faults.append(_unknown(path, [*fields, *sections]))
         if "rollout_session_backend" not in values:
-            raise SettingsError(
+            faults.append(
                 "rollout_session_backend is missing; it must be a mapping such as "
                 "{backend: turnleaf.sessions.HttpSession, url: …}"
             )
-        return cls(**values)
+        return values, faults
+
+
+def _fault(field: "attrs.Attribute[Any]", value: object) -> list[str]:
+    assert field.validator is not None  # noqa: S101  # every setting has one
+    try:
+        field.validator(None, field, value)
+    except SettingsError as error:
+        return [str(error)]
+    return []
 
 
 def _unknown(path: str, known: list[str]) -> str:
@@ -247,14 +295,12 @@ def _path(field: "attrs.Attribute[Any]") -> str:
 def _flatten(
     mapping: Mapping[Any, Any], prefix: str, sections: set[str]
 ) -> Iterator[tuple[str, Any]]:
+    """Each path with its value; that of a section only where it is no mapping."""
     for key, value in mapping.items():
         # A key that is no plain name must not pass for a path of names.
         is_plain = isinstance(key, str) and "." not in key
         path = prefix + (key if is_plain else excerpt(key, length=_EXCERPT))
-        if path not in sections:
-            yield path, value
-        elif isinstance(value, Mapping):
+        if path in sections and isinstance(value, Mapping):
             yield from _flatten(value, f"{path}.", sections)
-        elif value is not None:
-            said = excerpt(value, length=_EXCERPT)
-            raise SettingsError(f"{path} is {said}, but must be a mapping")
+        elif path not in sections or value is not None:
+            yield path, value
