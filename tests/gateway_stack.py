@@ -27,6 +27,7 @@ from turnleaf.gateway._control_app import control_app
 from turnleaf.gateway._keys import Keys
 from turnleaf.gateway._serving import served
 from turnleaf.gateway._turns import Turns
+from turnleaf.gateway._watched import Watched
 from turnleaf.gateway.engines import SGLangEngine
 from turnleaf.gateway.rendering import Renderer
 
@@ -116,9 +117,10 @@ async def running_gateway(
         agents = create_server(("127.0.0.1", 0))
         control = create_server(("127.0.0.1", 0))
         base_url = f"http://127.0.0.1:{agents.getsockname()[1]}/v1"
+        watched = Watched(agents_app(keys, turns, model_id="model", keep_alive=keep_alive))
         for app, listening in (
-            (agents_app(keys, turns, model_id="model", keep_alive=keep_alive), agents),
-            (control_app(keys, engine, base_url=base_url, token=TOKEN), control),
+            (watched, agents),
+            (control_app(keys, engine, watched, base_url=base_url, token=TOKEN), control),
         ):
             await resources.enter_async_context(served(app, listening))
         control_url = f"http://127.0.0.1:{control.getsockname()[1]}"

@@ -17,6 +17,7 @@ from turnleaf.core import (
 )
 from turnleaf.gateway._child import Child, child_process
 from turnleaf.gateway._config import WorkerConfig
+from turnleaf.gateway._watched import Requests
 
 __all__ = ["GatewayClient", "RunningWorker", "run_worker", "running_worker"]
 
@@ -82,6 +83,11 @@ class GatewayClient:
     async def close_all(self, purpose: Purpose) -> None:
         """See `turnleaf.core.Gateway`."""
         await self._request("DELETE", "/keys", params={"purpose": purpose})
+
+    async def requests(self) -> Requests:
+        """What agents, and whoever else knows their address, asked of the worker until now."""
+        response = await self._request("GET", "/requests")
+        return Requests.from_mapping(response.json())
 
     async def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
         try:

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from turnleaf.core import EngineError, Purpose
 from turnleaf.gateway._http import bearer, guarded, json_response, read_json
 from turnleaf.gateway._keys import Keys
+from turnleaf.gateway._watched import Watched
 from turnleaf.gateway.engines import Engine
 from turnleaf.gateway.protocols import RequestError, bad_request
 
@@ -24,7 +25,9 @@ _MAX_NAME = 256
 _MAX_LIFE = 366 * 24 * 3600.0
 
 
-def control_app(keys: Keys, engine: Engine, *, base_url: str, token: str) -> Starlette:
+def control_app(
+    keys: Keys, engine: Engine, agents: Watched, *, base_url: str, token: str
+) -> Starlette:
     """The ASGI app that the trainer talks to; every request needs `token` as its bearer."""
 
     async def open_key(request: Request) -> Response:
@@ -57,6 +60,9 @@ def control_app(keys: Keys, engine: Engine, *, base_url: str, token: str) -> Sta
             raise RequestError(503, str(error), code="engine_unavailable", retry_after=2) from None
         return json_response({"status": "ready"})
 
+    async def requests(_: Request) -> Response:
+        return json_response(agents.requests.to_mapping())
+
     def locked(endpoint: Endpoint) -> Endpoint:
         async def answer(request: Request) -> Response:
             sent = (bearer(request) or "").encode()
@@ -72,6 +78,7 @@ def control_app(keys: Keys, engine: Engine, *, base_url: str, token: str) -> Sta
             Route("/keys", locked(close_all), methods=["DELETE"]),
             Route("/keys/{id}", locked(close_key), methods=["DELETE"]),
             Route("/readyz", locked(ready)),
+            Route("/requests", locked(requests)),
         ]
     )
 

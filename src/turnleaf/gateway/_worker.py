@@ -18,6 +18,7 @@ from turnleaf.gateway._keys import Keys
 from turnleaf.gateway._probe import check_replay
 from turnleaf.gateway._serving import BACKLOG, served
 from turnleaf.gateway._turns import Turns
+from turnleaf.gateway._watched import Watched
 from turnleaf.gateway.engines import Engine, SGLangEngine
 from turnleaf.gateway.rendering import Renderer
 
@@ -70,8 +71,8 @@ async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
             routed_experts_shape=config.routed_experts_shape,
         )
         model_id = config.model_id or Path(config.model).name
-        agents = agents_app(keys, turns, model_id=model_id)
-        control = control_app(keys, engine, base_url=base_url, token=config.control_token)
+        agents = Watched(agents_app(keys, turns, model_id=model_id))
+        control = control_app(keys, engine, agents, base_url=base_url, token=config.control_token)
         await stack.enter_async_context(served(agents, agents_socket))
         await stack.enter_async_context(served(control, control_socket))
         control_host, control_port = control_socket.getsockname()[:2]
