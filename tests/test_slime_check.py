@@ -1,5 +1,7 @@
 import json
 import re
+import socket
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -7,14 +9,18 @@ import yaml
 
 from tests.agent_process import agent_process, free_port
 from tests.gateway_stack import TOKEN, running_gateway
-from turnleaf.adapters.slime._check import SHOWN, check_configuration, check_rows
+from turnleaf.adapters.slime._check import check_configuration
+from turnleaf.adapters.slime._check_rows import SHOWN, check_rows
 from turnleaf.adapters.slime._samples import Outcome as SlimeOutcome
 from turnleaf.cli import main
 from turnleaf.cli._run import Outcome, Stage
 from turnleaf.cli._setup import Plan
-from turnleaf.cli._slime_check import _agent, _answer, _canary, _gateway
+from turnleaf.cli._slime_canary import canary_findings
+from turnleaf.cli._slime_check import _agent, _answer, _gateway
+from turnleaf.cli._slime_report import flags
 from turnleaf.core import (
     AgentError,
+    BadResultError,
     ContractError,
     Key,
     Rollout,
@@ -25,6 +31,7 @@ from turnleaf.core import (
     Turn,
 )
 from turnleaf.gateway import GatewayClient
+from turnleaf.gateway._watched import Refusal, Requests
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "slime.md").read_text()
@@ -88,6 +95,11 @@ def test_a_valid_configuration_makes_sessions():
     ("settings", "text", "remedy"),
     [
         ({"gatway_port": 1}, "unknown setting 'gatway_port'", "is 'gateway_port' meant"),
+        ({"TPS_LIMIT": 1}, "unknown setting 'TPS_LIMIT'", "is 'tps_limit' meant"),
+        ({"tps-limit": 1}, "unknown setting 'tps-limit'", "is 'tps_limit' meant"),
+        ({"acr_timeout": 900}, "'acr_timeout' is of agentcore-rl-toolkit", "max_rollout_time"),
+        ({"agent_runtime_arn": "arn:"}, "'agent_runtime_arn' is of", "AgentCore Runtime are to"),
+        ({"s3_bucket": "b"}, "'s3_bucket' is of agentcore-rl-toolkit", "leave it out"),
         ({"tps_limits": 1}, "unknown setting 'tps_limits'", "is 'tps_limit' meant"),
         ({"turnleef": {}}, "unknown setting 'turnleef'", "is 'turnleaf' meant"),
         ({"public_ulr": ""}, "unknown setting 'public_ulr'", "is 'turnleaf.public_url' meant"),
@@ -104,6 +116,25 @@ def test_a_wrong_setting_is_found(settings, text, remedy):
     assert found.verdict == "bad"
     assert text in found.text
     assert remedy in found.remedy
+
+
+def test_all_that_is_wrong_is_found_at_once():
+    write_agent("return {}")
+    wrong = {"gateway_port": -1, "tps_limit": "fast", "turnleaf": {"failure_window": 0, "a": 1}}
+    found = findings(**wrong)
+    assert [finding.text.split(" ")[0] for finding in found] == [
+        *("gateway_port", "tps_limit", "turnleaf.failure_window", "unknown")
+    ]
+
+
+@pytest.mark.parametrize("text", ["1e-6", "5", "-.5", "1E5"])
+def test_a_number_that_is_text_is_warned_of_where_slime_would_take_it(text):
+    write_agent("return {}")
+    good, warning = findings(lr=text)
+    assert (good.verdict, warning.verdict) == ("good", "warning")
+    assert f"'lr' is the text {text!r}" in warning.text
+    assert "1.0e-6" in warning.remedy
+    assert "none of turnleaf's" in findings(model_name=f"{text}B")[1].text
 
 
 def test_a_key_that_is_no_text_is_found():
@@ -151,6 +182,10 @@ def test_the_toolkits_session_class_is_recognised():
     [
         ('{"prompt": "Hi"}', "the payload is None; a row needs metadata.payload"),
         ('{"prompt": "Hi", "metadata": null}', "the payload is None"),
+        (
+            '{"metadata": {"question": "q", "answer": "a"}}',
+            r"`metadata` has no `payload` \(it has question, answer\)",
+        ),
         ('{"metadata": {"payload": []}}', r"the payload is \[\]"),
         ('{"metadata": {"payload": {"_config": {}}}}', "already has `_config`"),
         ('{"metadata": {"payload": {"a": NaN}}}', "not JSON"),
@@ -158,7 +193,7 @@ def test_the_toolkits_session_class_is_recognised():
         ('{"metadata": "payload"}', "`metadata` is 'payload'"),
         ('{"payload": {}}', "`payload` stands beside `metadata`"),
         ("[1]", r"is \[1\], not a JSON object"),
-        ("{", "is not JSON .* slime leaves such a row out"),
+        ("{", r"is not JSON \(Expecting .*, column 2\); slime prints an error and goes on"),
         ("[" * 100_000, "is not JSON"),
         ("\udcff", "is not UTF-8 text"),
     ],
@@ -173,22 +208,63 @@ def test_a_wrong_row_is_found_by_its_line(line, fault):
     assert re.match(f"line 3: .*{fault}", where.text, re.DOTALL)
 
 
-def test_of_many_wrong_rows_some_are_described():
-    write_rows(*[{}] * (SHOWN + 5))
+def test_equal_faults_are_told_once_with_their_lines():
+    wrong = {"prompt": "Hi"}
+    write_rows(*[wrong] * 200, ROW, wrong, ROW, {"payload": {}})
+    total, missing, beside = check_rows(Path("rows.jsonl")).findings()
+    assert total.text == "202 of 204 rows are wrong"
+    assert missing.text.startswith("lines 1–200, 202: the payload is None")
+    assert beside.text.startswith("line 204: `payload` stands beside")
+
+
+def test_of_many_faults_and_many_lines_some_are_described():
+    write_rows(*({"metadata": {f"field {n}": 1}} for n in range(SHOWN + 5)))
     found = check_rows(Path("rows.jsonl")).findings()
     assert found[0].text == "15 of 15 rows are wrong"
     assert len(found) == SHOWN + 2
-    assert found[-1].text == "… and 5 rows more like these"
+    assert found[-1].text == "… and 5 rows with other faults"
+    write_rows(*[{}, ROW] * 8)
+    _, scattered = check_rows(Path("rows.jsonl")).findings()
+    assert scattered.text.startswith("lines 1, 3, 5, 7, 9 and 3 more: ")
+
+
+@pytest.mark.parametrize(
+    ("cut", "wrong"),
+    [("[:]", "lines 3, 7"), ("[1:]", "lines 3, 7"), ("[:2]", "line 3"), ("[2:4]", "line 7")],
+)
+def test_a_slice_counts_the_rows_that_slime_reads(cut, wrong):
+    """Those that are not JSON do not count."""
+    told = [json.dumps({"metadata": {"payload": {"n": n}}}) for n in (0, 2, 4, 5)]
+    lines = [told[0], "{", told[1], "{", told[2], told[3]]
+    Path("rows.jsonl").write_text("\n\n".join(lines))
+    rows = check_rows(Path(f"rows.jsonl@{cut}"))
+    start, stop = (int(part) if part else None for part in cut[1:-1].split(":"))
+    assert rows.total - rows.wrong == len(told[start:stop])
+    assert rows.first == json.loads(told[start or 0])["metadata"]["payload"]
+    assert [str(lines) for lines in rows.faults.values()] == [wrong]
+
+
+def test_a_slice_behind_the_end_holds_no_row():
+    write_rows()
+    [empty] = check_rows(Path("rows.jsonl@[9:]")).findings()
+    assert empty.verdict == "bad"
+
+
+@pytest.mark.parametrize("cut", ["[-5:]", "[:-1]", "[-:3]"])
+def test_a_slice_that_slime_does_not_take_is_refused(cut):
+    write_rows()
+    with pytest.raises(ContractError, match=r"no negative numbers .* rows\.jsonl@\[0:100\]"):
+        check_rows(Path(f"rows.jsonl@{cut}"))
 
 
 def test_rows_without_a_prompt_and_files_without_rows_are_found():
     write_rows({"metadata": {"payload": {}}})
     good, warning = check_rows(Path("rows.jsonl")).findings()
     assert (good.verdict, warning.verdict) == ("good", "warning")
-    assert "--input-key" in warning.text
+    assert warning.text.startswith("line 1: no `prompt`, as slime's --input-key")
     Path("rows.jsonl").write_text("\n")
     [empty] = check_rows(Path("rows.jsonl")).findings()
-    assert (empty.verdict, empty.text) == ("bad", "the file holds no row")
+    assert (empty.verdict, empty.text) == ("bad", "the file holds no row, or its slice none")
 
 
 @pytest.mark.parametrize(
@@ -215,6 +291,31 @@ async def test_the_agents_address_is_tried():
             backend = {"backend": "turnleaf.sessions.HttpSession", "url": url}
             [found] = await _agent(Settings(rollout_session_backend=backend))
             assert (found.verdict, url in found.text) == (verdict, True)
+    assert f"{closed} (connection refused)" in found.text
+
+
+@pytest.mark.anyio
+async def test_a_name_that_is_not_known_has_a_remedy_of_its_own(monkeypatch):
+    async def unknown(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("anyio.connect_tcp", unknown)
+    backend = {"backend": "turnleaf.sessions.HttpSession", "url": "http://agent.internal"}
+    [found] = await _agent(Settings(rollout_session_backend=backend))
+    assert found.text == "the name agent.internal of http://agent.internal is not known here"
+    assert "name resolution" in found.remedy
+
+
+@pytest.mark.anyio
+async def test_a_port_that_was_taken_is_named():
+    async with running_gateway([]) as stack:
+        port = int(stack.gateway.base_url.split(":")[2].removesuffix("/v1"))
+        for wanted, note in ((port - 1, f" ({port - 1} is taken)"), (port, ""), (0, "")):
+            settings = Settings(rollout_session_backend=LOCAL, gateway_port=wanted)
+            [found] = await _gateway(Stage(stack.gateway, None, "m"), settings)
+            assert found.text == (
+                f"agents are told {stack.gateway.base_url}{note}, and this gateway answers"
+            )
 
 
 @pytest.mark.anyio
@@ -256,6 +357,12 @@ async def test_a_loopback_address_is_no_use_to_an_agent_elsewhere(backend, warne
 # The page
 
 
+@pytest.mark.parametrize("page", [DOCS / "slime.md", DOCS.parent / "README.md"])
+def test_the_pages_show_the_arguments_that_the_command_prints(page):
+    block = "\n".join(flags("config.yaml", "rows.jsonl"))
+    assert f"```text\n{block}\n```" in page.read_text()
+
+
 def test_the_page_lists_what_metadata_holds_and_a_valid_configuration():
     rollout = Rollout(name="r", trajectory=Trajectory(), status="failed")
     outcome = SlimeOutcome(
@@ -294,10 +401,11 @@ def test_a_canary_that_returns_a_reward(capfd):
     assert re.findall(r"^✓ (\w+)", out, re.MULTILINE) == [
         *("config", "rows", "agent", "gateway", "canary")
     ]
-    assert "✓ canary  the agent reached the gateway: 1 call of its model, 1 leaf to train\n" in out
+    assert "✓ canary  on line 1 the agent reached the gateway: 1 call of its model, 1 leaf " in out
     assert re.search(r"it returned \{'reward': 0.5, 'said': .*\[api_key\]", out)
     assert "no model was asked" in out
-    assert "Next: start slime with\n  --custom-generate-function-path" in out
+    lines = "".join(f"  {line}\n" for line in flags("config.yaml", "rows.jsonl"))
+    assert f"Next: give slime these arguments, too\n{lines}None of slime's own" in out
 
 
 def test_a_canary_whose_agent_uses_another_key_is_told_so(capfd, tmp_path):
@@ -326,54 +434,152 @@ def test_a_canary_whose_agent_uses_another_key_is_told_so(capfd, tmp_path):
         ("canary", "bad"),
         ("canary", "bad"),
     ]
-    assert "with another key than its own" in told["findings"][-2]["text"]
-    assert (told["canary"]["model_calls"], told["canary"]["cause"]) == (0, "agent")
+    key, failed = told["findings"][-2:]
+    assert key["text"].startswith("on line 2 the gateway refused 1 request with 401: ")
+    assert "payload['_config']['api_key']" in key["remedy"]
+    assert "answered with status 500" in failed["text"]
+    canary = told["canary"]
+    assert (canary["line"], canary["model_calls"], canary["cause"]) == (2, 0, "agent")
+    [refused] = canary["refused"]
+    assert (canary["requests"], refused["status"], refused["count"]) == (1, 401, 1)
 
 
-def canary(*, turns=(), **rollout):
+NOTHING = Requests(0, Counter())
+
+
+def refused(code, status=400):
+    return Requests(2, Counter({Refusal(status, code, "why"): 2}))
+
+
+def canary(*, turns=(), requests=NOTHING, **rollout):
     made = Rollout(**{"name": "r", "trajectory": Trajectory(turns), "status": "failed"} | rollout)
     plan = Plan(payload={}, settings=None, session=None, engine=None, model=None, replies=())
     key = Key(id="key", base_url="http://10.0.0.1:9090/v1", secret="tl-key")
     return [
         (found.verdict, found.text, found.remedy)
-        for found in _canary(plan, Outcome(made, None, key))
+        for found in canary_findings(plan, Outcome(made, None, key), requests, line=7)
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "remedy"),
+    [
+        (
+            AgentError("rollout: the agent raised KeyError: 'question'"),
+            "on line 7, before its first model call, the agent raised KeyError: 'question'",
+            "does the row's payload have the fields",
+        ),
+        (
+            AgentError("rollout: the agent raised APIConnectionError: Connection error."),
+            "on line 7, before a call of its model came to the gateway, the agent raised API",
+            "whether http://10.0.0.1:9090/v1 can be reached",
+        ),
+        (
+            AgentError("rollout: the agent raised AuthenticationError: Error code: 401 - {}"),
+            "on line 7, before a call of its model came to the gateway, the agent raised Auth",
+            "another server than this gateway answered it: have its client use http://10.0.0.1",
+        ),
+        (
+            RolloutTimeout("rollout: cut off after 5 s"),
+            "on line 7 the agent was cut off after 5 s, before a call of its model came to",
+            "if that was its model, see whether http://10.0.0.1:9090/v1 can be reached",
+        ),
+        (SessionError("rollout: no agent"), "no agent", ""),
+    ],
+)
+def test_a_canary_that_failed_before_anything_arrived_says_why(error, text, remedy):
+    [(verdict, told, advice)] = canary(error=error)
+    assert verdict == "bad"
+    assert told.startswith(text)
+    assert remedy in advice
+    assert ("10.0.0.1" in advice) == ("10.0.0.1" in remedy)
+
+
+@pytest.mark.parametrize(
+    ("requests", "remedy"),
+    [
+        (refused("invalid_api_key", 401), "payload['_config']['api_key']"),
+        (refused("not_found", 404), "base_url as it is, which ends in /v1"),
+        (refused("unsupported_parameter"), "docs/gateway.md says what a request may hold"),
+        (refused(None, 503), "whether the engine answers"),
+    ],
+)
+def test_what_the_gateway_refused_is_told(requests, remedy):
+    error = AgentError("rollout: the agent raised APIStatusError: Connection error")
+    (verdict, told, advice), failed = canary(error=error, requests=requests)
+    status = next(iter(requests.refused)).status
+    assert (verdict, told) == (
+        "bad",
+        f"on line 7 the gateway refused 2 requests with {status}: why",
+    )
+    assert remedy in advice
+    assert failed == ("bad", str(error).removeprefix("rollout: "), "")
 
 
 def test_a_canary_without_a_model_call_or_a_reward_is_told_what_is_missing():
     unheard, unrewarded = canary(status="completed", result={"said": "tl-key"})
-    assert unheard[0] == "bad"
-    assert "told base_url http://10.0.0.1:9090/v1" in unheard[1]
+    assert unheard[:2] == (
+        "bad",
+        "on line 7 the agent made no call of its model that reached the gateway",
+    )
+    assert "whether http://10.0.0.1:9090/v1 can be reached" in unheard[2]
     assert unrewarded[:2] == (
         "warning",
         "it returned {'said': '[api_key]'} after 0.0 s, without a reward",
     )
     assert "--rm-type" in unrewarded[2]
+    unanswered, _ = canary(status="completed", result={}, requests=Requests(1, Counter()))
+    assert "but no call of its model was answered" in unanswered[1]
+
+
+def test_a_result_that_breaks_the_contract_is_told_beside_the_missing_call():
+    unheard, broken = canary(error=BadResultError("rollout: the agent's result is not JSON: a"))
+    assert "made no call of its model" in unheard[1]
+    assert broken[:2] == ("bad", "the agent's result is not JSON: a")
+
+
+def test_a_long_result_is_cut():
+    _, (_, told, _) = canary(status="completed", result={"said": "a" * 300}, reward=1.0)
+    assert re.search("a{100,190} … after 0.0 s$", told)
+
+
+TURN = Turn(
+    id="0",
+    index=0,
+    parent=None,
+    keep=0,
+    prompt=[1],
+    output=[2],
+    logprobs=[-1.0],
+    finish_reason="stop",
+)
 
 
 @pytest.mark.parametrize(
-    ("error", "verdicts", "remedy"),
+    ("error", "remedy"),
     [
-        (SessionError("rollout: no agent"), ["bad"], ""),
-        (AgentError("rollout: no answer found in it"), ["good", "bad"], "--engine URL"),
-        (RolloutTimeout("rollout: cut off"), ["good", "bad"], "raise max_rollout_time"),
+        (AgentError("rollout: no answer found in it"), "--engine URL"),
+        (RolloutTimeout("rollout: cut off"), "raise max_rollout_time"),
     ],
 )
-def test_a_canary_that_failed_says_why_and_what_to_do(error, verdicts, remedy):
-    made = Turn(
-        id="0",
-        index=0,
-        parent=None,
-        keep=0,
-        prompt=[1],
-        output=[2],
-        logprobs=[-1.0],
-        finish_reason="stop",
+def test_a_canary_that_failed_after_a_call_says_why_and_what_to_do(error, remedy):
+    called, failed = canary(error=error, turns=[TURN], requests=Requests(1, Counter()))
+    assert called[:2] == (
+        "good",
+        "on line 7 the agent reached the gateway: 1 call of its model, 1 leaf to train",
     )
-    found = canary(error=error, turns=[] if verdicts == ["bad"] else [made])
-    assert [verdict for verdict, _, _ in found] == verdicts
-    assert found[-1][1] == str(error).removeprefix("rollout: ")
-    assert remedy in found[-1][2]
+    assert failed[:2] == ("bad", str(error).removeprefix("rollout: "))
+    assert remedy in failed[2]
+
+
+def test_a_refusal_beside_a_call_is_a_warning():
+    requests = refused("unsupported_parameter")
+    _, warning, good = canary(
+        status="completed", result={"reward": 1}, reward=1.0, turns=[TURN], requests=requests
+    )
+    assert warning[:2] == ("warning", "the gateway refused 2 requests with 400: why")
+    assert good[0] == "good"
+    assert good[1].endswith("; a reward for a scripted reply says nothing")
 
 
 def test_a_gateway_that_does_not_start_is_a_finding(capfd):
@@ -385,6 +591,25 @@ def test_a_gateway_that_does_not_start_is_a_finding(capfd):
     out, _ = capfd.readouterr()
     assert "✗ gateway tokenizer checkpoint/tokenizer.json cannot be read" in out
     assert "Next: correct what ✗ names" in out
+
+
+def test_an_agent_that_is_away_is_reported_once(capfd):
+    write_rows()
+    url = f"http://127.0.0.1:{free_port()}"
+    write_config(rollout_session_backend={"backend": "turnleaf.sessions.HttpSession", "url": url})
+    assert check("--canary", "--json") == 1
+    told = json.loads(capfd.readouterr().out)
+    assert [found["check"] for found in told["findings"] if found["verdict"] == "bad"] == ["agent"]
+    assert told["findings"][-1]["text"] == "not run: the agent comes first"
+    assert told["canary"] is None
+
+
+def test_a_setting_that_stands_twice_is_refused(capfd):
+    write_rows()
+    Path("config.yaml").write_text("a: &a\n  b: [*a]\ngateway_port: 1\ngateway_port: 2\n")
+    assert check() == 2
+    _, err = capfd.readouterr()
+    assert "--config config.yaml, line 4: 'gateway_port' stands twice, first in line 3" in err
 
 
 def test_what_depends_on_a_wrong_configuration_is_not_tried(capfd):

@@ -186,9 +186,16 @@ def check_for_slime(
     config: Annotated[
         Path, typer.Option(metavar="FILE", help="What --custom-config-path will be: YAML.")
     ],
-    data: Annotated[Path, typer.Option(metavar="FILE", help="What --prompt-data will be: JSONL.")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="What --prompt-data will be: JSONL, or a slice of it, file.jsonl@[0:100].",
+        ),
+    ],
     canary: Annotated[
-        bool, typer.Option("--canary", help="Run one real session, on the first row.")
+        bool,
+        typer.Option("--canary", help="Run one real session, on the first row that can be run."),
     ] = False,
     engine: Annotated[
         str | None,
@@ -211,9 +218,10 @@ def check_for_slime(
     """Find what is wrong with a configuration and a dataset before GPUs are spent.
 
     Every row is looked at; a gateway is started and asked at the address that agents are told.
+    slime's own arguments are not looked at.
 
-    Exit codes: 0 nothing is wrong, 1 something is, 2 wrong use, or a file that cannot be read,
-    130 interrupted.
+    Exit codes: 0 nothing is wrong, 1 something is, 2 wrong use or a file that cannot be read, 130
+    interrupted.
     """
     options = CheckOptions(config=config, data=data, canary=canary, engine=engine, model=model)
 
@@ -266,7 +274,7 @@ def _check(options: CheckOptions, service: Service, stdout: TextIO, *, as_json: 
     else:
         console = Console(file=stdout, highlight=False)
         with console.capture() as shown:
-            show_report(console, report, config=str(options.config))
+            show_report(console, report, config=str(options.config), data=str(options.data))
         write(stdout, shown.get())
     return report.exit_code
 

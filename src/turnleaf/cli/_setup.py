@@ -154,8 +154,10 @@ def _settings(options: Options) -> dict[str, Any]:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The settings of `--config`, unchecked; raises ContractError when it holds no mapping."""
     where = f"--config {path}"
+    text = _read(path, where)
     try:
-        mapping = yaml.safe_load(_read(path, where))
+        _refuse_repetition(yaml.compose(text, Loader=yaml.SafeLoader), where, set())
+        mapping = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ContractError(f"{where}{line}: not YAML: {error.problem}") from None
@@ -166,6 +168,28 @@ def read_yaml(path: Path) -> dict[str, Any]:
             f"{where}: holds no mapping of settings; docs/settings.md shows what it looks like"
         )
     return mapping
+
+
+def _refuse_repetition(node: yaml.Node | None, where: str, seen: set[int]) -> None:
+    """Raise ContractError for a key that stands twice in a mapping; YAML would take the last."""
+    # An alias may lead back to where it stands in.
+    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+        return
+    seen.add(id(node))
+    lines: dict[str, int] = {}
+    for one in node.value:
+        key, *values = one if isinstance(one, tuple) else (None, one)
+        for value in values:
+            _refuse_repetition(value, where, seen)
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            raise ContractError(
+                f"{where}, line {line}: {key.value!r} stands twice, first in line "
+                f"{lines[key.value]}; leave one of the two out"
+            )
+        lines[key.value] = line
 
 
 def _read(path: Path, where: str) -> str:

@@ -1,5 +1,7 @@
 """`turnleaf slime check`: what would go wrong in training, found before a GPU is used."""
 
+import os
+import socket
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -9,32 +11,20 @@ import attrs
 import httpx
 from rich.console import Console
 
-from turnleaf.adapters.slime._check import (
-    Configuration,
-    Finding,
-    Rows,
-    check_configuration,
-    check_rows,
-)
+from turnleaf.adapters.slime._check import Configuration, check_configuration
+from turnleaf.adapters.slime._check_rows import Rows, check_rows
+from turnleaf.adapters.slime._findings import Finding
 from turnleaf.cli._notes import is_loopback, is_this_machine
 from turnleaf.cli._run import Outcome, Stage, prepared
 from turnleaf.cli._setup import Plan, check_engine, read_yaml
-from turnleaf.core import (
-    AgentError,
-    ContractError,
-    GatewayError,
-    RolloutTimeout,
-    Service,
-    SessionError,
-    Settings,
-    described,
-)
+from turnleaf.cli._slime_canary import canary_findings
+from turnleaf.core import ContractError, GatewayError, Service, Settings
+from turnleaf.gateway._watched import Requests
 
 __all__ = ["CheckOptions", "Report", "check"]
 
 ANSWER_LIMIT = 10.0
 """Seconds that an address may take to answer."""
-_EXCERPT = 500
 
 
 @attrs.frozen
@@ -52,7 +42,8 @@ class CheckOptions:
 class Report:
     """What was found. outcome: the canary's; None where there was none.
 
-    base_url: what agents are told; None when no gateway started.
+    base_url: what agents are told; None when no gateway started. requests: of the gateway, by the
+    canary.
     """
 
     findings: tuple[Finding, ...]
@@ -60,6 +51,7 @@ class Report:
     scripted: bool
     base_url: str | None = None
     outcome: Outcome | None = None
+    requests: Requests | None = None
 
     @property
     def exit_code(self) -> int:
@@ -93,7 +85,9 @@ async def _with_services(
         both = ", nor the canary run" if options.canary else ""
         finding = Finding("gateway", "warning", f"not tried{both}: the config comes first")
         return attrs.evolve(report, findings=(*report.findings, finding))
-    findings = [*report.findings, *await _agent(settings)]
+    agent = await _agent(settings)
+    away = any(finding.verdict == "bad" for finding in agent)
+    findings = [*report.findings, *agent]
     plan = Plan(
         payload=report.rows.first or {},
         settings=settings,
@@ -102,23 +96,30 @@ async def _with_services(
         model=options.model,
         replies=(),
     )
-    outcome = base_url = None
+    outcome = base_url = requests = None
     try:
         async with prepared(plan) as stage:
             base_url = stage.gateway.base_url
             findings += await _gateway(stage, settings)
             if options.canary and report.rows.first is None:
                 findings.append(Finding("canary", "bad", "there is no row that it could be run on"))
+            elif options.canary and away:
+                findings.append(Finding("canary", "warning", "not run: the agent comes first"))
             elif options.canary:
+                before = await stage.gateway.requests()
                 limit = f"The canary runs; at most {settings.max_rollout_time:g} s …"
                 with Console(stderr=True).status(limit):
                     outcome = await stage.run(plan, service)
+                requests = (await stage.gateway.requests()).since(before)
     except (ContractError, GatewayError) as error:
         part = "gateway" if base_url is None else "canary"
         findings.append(Finding(part, "bad", str(error)))
-    if outcome is not None:
-        findings += _canary(plan, outcome)
-    return attrs.evolve(report, findings=tuple(findings), base_url=base_url, outcome=outcome)
+    line = report.rows.first_line
+    if outcome is not None and requests is not None and line is not None:
+        findings += canary_findings(plan, outcome, requests, line=line)
+    return attrs.evolve(
+        report, findings=tuple(findings), base_url=base_url, outcome=outcome, requests=requests
+    )
 
 
 async def _agent(settings: Settings) -> list[Finding]:
@@ -133,15 +134,14 @@ async def _agent(settings: Settings) -> list[Finding]:
     try:
         with anyio.fail_after(ANSWER_LIMIT):
             stream = await anyio.connect_tcp(host, port)
-    except (OSError, TimeoutError) as error:
-        return [
-            Finding(
-                "agent",
-                "bad",
-                f"nothing takes connections at {backend['url']} ({described(error)})",
-                "start the agent, or correct rollout_session_backend.url",
-            )
-        ]
+    except OSError as error:
+        if _is_nameless(error):
+            text = f"the name {host} of {backend['url']} is not known here"
+            remedy = "correct rollout_session_backend.url, or this machine's name resolution"
+        else:
+            text = f"nothing takes connections at {backend['url']} ({_said(error)})"
+            remedy = "start the agent, or correct rollout_session_backend.url"
+        return [Finding("agent", "bad", text, remedy)]
     await stream.aclose()
     return [Finding("agent", "good", f"{backend['url']} takes connections")]
 
@@ -157,7 +157,8 @@ def _agent_address(backend: Any) -> tuple[str, int] | None:
 async def _gateway(stage: Stage, settings: Settings) -> list[Finding]:
     """Whether agents will find the gateway at the address that they are told."""
     told = stage.gateway.base_url
-    found = [await _answer(stage, told, public=settings.public_url is not None)]
+    public = settings.public_url is not None
+    found = [await _answer(stage, told, public=public, taken=_taken(told, settings))]
     if is_loopback(urlsplit(told).hostname or "") and _is_elsewhere(settings):
         found.append(
             Finding(
@@ -171,13 +172,21 @@ async def _gateway(stage: Stage, settings: Settings) -> list[Finding]:
     return found
 
 
-async def _answer(stage: Stage, told: str, *, public: bool) -> Finding:
+def _taken(told: str, settings: Settings) -> str:
+    """A note that the gateway listens on another port than the one that was asked for."""
+    wanted, got = settings.gateway_port, urlsplit(told).port
+    return f" ({wanted} is taken)" if settings.public_url is None and wanted not in (0, got) else ""
+
+
+async def _answer(stage: Stage, told: str, *, public: bool, taken: str = "") -> Finding:
     """Ask for the models there, as an agent would, with a key that only this gateway knows."""
     try:
         status, said = await _asked(stage, told, public=public)
     except httpx.HTTPError as error:
         # A way in from outside need not be one from here.
-        text = f"agents are told {told}, which does not answer this machine ({described(error)})"
+        text = f"agents are told {told}, which does not answer this machine ({_said(error)})"
+        if _is_nameless(error):
+            text = f"agents are told {told}, a name that is not known here"
         if public:
             remedy = (
                 "see whether turnleaf.public_url and what stands behind it are right; it may still "
@@ -188,7 +197,8 @@ async def _answer(stage: Stage, told: str, *, public: bool) -> Finding:
     if status == 200:
         unseen = " (a firewall on the way to agents is not seen from here)"
         note = "" if public or is_loopback(urlsplit(told).hostname or "") else unseen
-        return Finding("gateway", "good", f"agents are told {told}, and this gateway answers{note}")
+        text = f"agents are told {told}{taken}, and this gateway answers{note}"
+        return Finding("gateway", "good", text)
     if said == "invalid_api_key":
         text = f"agents are told {told}, where another run's gateway answers"
     else:
@@ -222,55 +232,24 @@ def _is_elsewhere(settings: Settings) -> bool:
     return not is_this_machine(address[0])
 
 
-def _canary(plan: Plan, outcome: Outcome) -> list[Finding]:
-    """Whether the agent came to the gateway, and what became of the rollout."""
-    rollout = outcome.rollout
-    calls, leaves = len(rollout.trajectory.turns), len(rollout.trajectory.leaves())
-    found = []
-    if calls:
-        said = f"{calls:,} {'call' if calls == 1 else 'calls'} of its model"
-        said += f", {leaves:,} {'leaf' if leaves == 1 else 'leaves'} to train"
-        found.append(Finding("canary", "good", f"the agent reached the gateway: {said}"))
-    elif not isinstance(rollout.error, SessionError) and outcome.key is not None:
-        found.append(_unheard(outcome.key.base_url, str(rollout.error)))
-    if rollout.error is None:
-        result = outcome.hide(f"{rollout.result!r}")[:_EXCERPT]
-        text = f"it returned {result} after {rollout.timings.session:.1f} s"
-        if rollout.reward is None:
-            remedy = "have it return a reward, or slime score it (--rm-type or --custom-rm-path)"
-            found.append(Finding("canary", "warning", f"{text}, without a reward", remedy))
-        else:
-            found.append(Finding("canary", "good", text))
-    else:
-        text = outcome.hide(str(rollout.error)).removeprefix("rollout: ")
-        found.append(Finding("canary", "bad", text, _remedy(plan, outcome)))
-    return found
+def _is_nameless(error: BaseException) -> bool:
+    return any(isinstance(one, socket.gaierror) for one in _chain(error))
 
 
-def _unheard(base_url: str, error: str) -> Finding:
-    if "invalid_api_key" in error:
-        return Finding(
-            "canary",
-            "bad",
-            "the agent reached the gateway, but with another key than its own",
-            "have its client use payload['_config']['api_key'] (docs/agents.md)",
-        )
-    return Finding(
-        "canary",
-        "bad",
-        f"no model call of the agent was answered; it was told base_url {base_url}",
-        "see whether that can be reached from where the agent runs, and whether its client uses "
-        "base_url and api_key of payload['_config'] (docs/agents.md)",
-    )
+def _said(error: BaseException) -> str:
+    """Why there was no connection, in words, whatever library says it."""
+    numbers = [one.errno for one in _chain(error) if isinstance(one, OSError) and one.errno]
+    if numbers:
+        return os.strerror(numbers[0]).lower()
+    if isinstance(error, TimeoutError | httpx.TimeoutException):
+        return f"no answer within {ANSWER_LIMIT:g} s"
+    return str(error) or type(error).__name__
 
 
-def _remedy(plan: Plan, outcome: Outcome) -> str:
-    rollout = outcome.rollout
-    if isinstance(rollout.error, RolloutTimeout):
-        return "raise max_rollout_time, or find out what the agent waited for"
-    if isinstance(rollout.error, AgentError) and plan.scripted and rollout.trajectory.turns:
-        return (
-            "replies were scripted, and an agent may need one that makes sense: try again with "
-            "--engine URL --model FOLDER"
-        )
-    return ""
+def _chain(error: BaseException) -> list[BaseException]:
+    """An exception and those that it came of."""
+    chain = [error]
+    for one in chain:
+        also = [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+        chain += [other for other in also if other is not None and other not in chain]
+    return chain

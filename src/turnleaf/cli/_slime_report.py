@@ -1,18 +1,19 @@
 """What `turnleaf slime check` found, for a person and for a machine."""
 
 import json
+import shlex
 from itertools import groupby
 
 from rich.console import Console
 from rich.text import Text
 
-from turnleaf.adapters.slime._check import Finding
+from turnleaf.adapters.slime._findings import Finding
 from turnleaf.cli._document import json_value
 from turnleaf.cli._run import Outcome
 from turnleaf.cli._slime_check import Report
 from turnleaf.cli._stdout import visible
 
-__all__ = ["report_document", "show_report"]
+__all__ = ["flags", "report_document", "show_report"]
 
 VERSION = 1
 
@@ -20,14 +21,19 @@ MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "b
 WIDTH = 8
 """Columns of the longest name of a check."""
 
-FLAGS = (
-    "--custom-generate-function-path turnleaf.adapters.slime.generate",
-    "--custom-reward-post-process-path turnleaf.adapters.slime.normalize_episode_rewards",
-    "--use-dynamic-batch-size",
-)
+
+def flags(config: str, data: str) -> list[str]:
+    """slime's arguments, in lines; README.md and docs/slime.md show the same."""
+    return [
+        "--custom-generate-function-path turnleaf.adapters.slime.generate",
+        "--custom-reward-post-process-path turnleaf.adapters.slime.normalize_episode_rewards",
+        f"--custom-config-path {shlex.quote(config)}",
+        "--use-dynamic-batch-size --max-tokens-per-gpu 16384",
+        f"--prompt-data {shlex.quote(data)} --input-key prompt",
+    ]
 
 
-def show_report(console: Console, report: Report, *, config: str) -> None:
+def show_report(console: Console, report: Report, *, config: str, data: str) -> None:
     """Print a line for each finding, and below it what to do."""
     for _, findings in groupby(report.findings, key=lambda finding: finding.check):
         for number, finding in enumerate(findings):
@@ -46,16 +52,17 @@ def show_report(console: Console, report: Report, *, config: str) -> None:
         )
         return
     if outcome is None:
-        hint = "add --canary to run one real session; or start slime with"
+        hint = "add --canary to run one real session; or give slime these arguments, too"
     else:
-        hint = "start slime with"
+        hint = "give slime these arguments, too"
     _print(console, Text.assemble(("Next: ", "bold"), hint))
-    for flag in (*FLAGS, f"--custom-config-path {config}"):
-        _print(console, Text(f"  {flag}"))
+    for line in flags(config, data):
+        _print(console, Text(f"  {line}"))
+    _print(console, Text("None of slime's own arguments was looked at (docs/slime.md).", "yellow"))
 
 
 def report_document(report: Report) -> str:
-    """The JSON text, on one line; docs/slime.md lists the fields. Keys are left out."""
+    """The JSON text, on one line; docs/slime-reference.md lists the fields. Keys are left out."""
     document = {
         "version": VERSION,
         "ok": report.exit_code == 0,
@@ -70,15 +77,19 @@ def report_document(report: Report) -> str:
         ],
         "rows": {"total": report.rows.total, "wrong": report.rows.wrong},
         "base_url": report.base_url,
-        "canary": None if report.outcome is None else _canary(report.outcome, report.scripted),
+        "canary": None if report.outcome is None else _canary(report, report.outcome),
     }
     text = json.dumps(document)
     return text if report.outcome is None else report.outcome.hide(text)
 
 
-def _canary(outcome: Outcome, scripted: bool) -> dict[str, object]:
+def _canary(report: Report, outcome: Outcome) -> dict[str, object]:
     rollout, leaves = outcome.rollout, outcome.rollout.trajectory.leaves()
+    requests = None if report.requests is None else report.requests.to_mapping()
     return {
+        "line": report.rows.first_line,
+        "requests": requests and requests["total"],
+        "refused": requests and requests["refused"],
         "status": rollout.status,
         "model_calls": len(rollout.trajectory.turns),
         "leaves": len(leaves),
@@ -87,7 +98,7 @@ def _canary(outcome: Outcome, scripted: bool) -> dict[str, object]:
         "cause": rollout.cause,
         "error": None if rollout.error is None else str(rollout.error),
         "result": json_value(rollout.result),
-        "scripted": scripted,
+        "scripted": report.scripted,
         "seconds": rollout.timings.session,
     }
 

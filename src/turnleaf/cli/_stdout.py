@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
+from turnleaf.core import ContractError
+
 __all__ = ["reserved_stdout", "visible", "write"]
 
 _VISIBLE = str.maketrans(
@@ -34,15 +36,20 @@ def reserved_stdout() -> Iterator[TextIO]:
 
 
 def write(stdout: TextIO, text: str) -> None:
-    """Write all of `text`, or as much as whoever reads it wants to have."""
+    """Write all of `text`, or as much as whoever reads it wants to have.
+
+    Raises ContractError when it cannot be written, as to a disk that is full.
+    """
     try:
         stdout.write(text)
         stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         # What is still buffered would raise again when the stream is closed.
         unread = os.open(os.devnull, os.O_WRONLY)
         os.dup2(unread, stdout.fileno())
         os.close(unread)
+        if not isinstance(error, BrokenPipeError):
+            raise ContractError(f"stdout cannot be written: {error.strerror}") from None
 
 
 def visible(text: str) -> str:
