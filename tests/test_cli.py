@@ -686,6 +686,18 @@ def test_an_output_that_is_cut_or_cannot_be_encoded_fails_nobody(agent):
     assert (unread.returncode, b"BrokenPipe" in unread.stderr) == (0, False)
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["slime", "check", "--help"], ["try", "a:b"]])
+def test_an_output_without_room_is_told_without_a_traceback(arguments, agent):
+    Path("a.py").write_text("async def b(payload):\n    return {}\n")
+    with Path("/dev/full").open("w") as full:
+        run = subprocess.run(
+            [*COMMAND[:-1], *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert run.returncode == 2
+    assert run.stderr.endswith("stdout cannot be written: No space left on device\n")
+    assert "Traceback" not in run.stderr
+
+
 def test_the_example_configuration_runs_here(monkeypatch):
     monkeypatch.chdir(ROOT)
     settings = make_plan(Options(config=Path("examples/local.yaml"))).settings

@@ -1,6 +1,7 @@
 """The commands, their options and their exit codes."""
 
 import contextlib
+import errno
 import logging
 import signal
 import sys
@@ -24,7 +25,7 @@ from turnleaf.cli._setup import Options, make_plan
 from turnleaf.cli._show import show
 from turnleaf.cli._slime_check import CheckOptions, check
 from turnleaf.cli._slime_report import report_document, show_report
-from turnleaf.cli._stdout import reserved_stdout, write
+from turnleaf.cli._stdout import abandon, reserved_stdout, write
 from turnleaf.core import ContractError, Service, TurnleafError
 
 __all__ = ["run"]
@@ -43,7 +44,15 @@ app.add_typer(slime, name="slime", help="For training with slime.")
 
 def run(arguments: Sequence[str] | None) -> NoReturn:
     """Run the command that the arguments name, and exit."""
-    app(args=None if arguments is None else list(arguments), prog_name="turnleaf")
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="turnleaf")
+    except OSError as error:
+        # Of --help and --version; the commands see to theirs themselves.
+        if error.errno != errno.ENOSPC:
+            raise
+        abandon(sys.stdout)
+        sys.stderr.write(f"turnleaf: stdout cannot be written: {error.strerror}\n")
+        sys.exit(2)
     sys.exit(0)
 
 

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from turnleaf.core import ContractError
 
-__all__ = ["reserved_stdout", "visible", "write"]
+__all__ = ["abandon", "reserved_stdout", "visible", "write"]
 
 _VISIBLE = str.maketrans(
     {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
@@ -44,12 +44,16 @@ def write(stdout: TextIO, text: str) -> None:
         stdout.write(text)
         stdout.flush()
     except OSError as error:
-        # What is still buffered would raise again when the stream is closed.
-        unread = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(unread, stdout.fileno())
-        os.close(unread)
+        abandon(stdout)
         if not isinstance(error, BrokenPipeError):
             raise ContractError(f"stdout cannot be written: {error.strerror}") from None
+
+
+def abandon(stdout: TextIO) -> None:
+    """Throw away what is still buffered, which would raise again when the stream is closed."""
+    unread = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(unread, stdout.fileno())
+    os.close(unread)
 
 
 def visible(text: str) -> str:
