@@ -35,6 +35,7 @@ from turnleaf.gateway._watched import Refusal, Requests
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "slime.md").read_text()
+REFERENCE = (DOCS / "slime-reference.md").read_text()
 ROW = {"prompt": "Hi", "metadata": {"payload": {"question": "Hi"}}}
 LOCAL = {"backend": "turnleaf.sessions.LocalSession", "target": "agent.py:run"}
 CLIENT = """
@@ -368,7 +369,7 @@ def test_the_page_lists_what_metadata_holds_and_a_valid_configuration():
     outcome = SlimeOutcome(
         rollout=rollout, leaves=[], reward=0.0, removed="no turn", session_id="s", requeues=0
     )
-    table = re.search(r'\| In `metadata\["turnleaf"\]`.*?\n\n', PAGE, re.DOTALL)[0]
+    table = re.search(r'\| In `metadata\["turnleaf"\]`.*?\n\n', REFERENCE, re.DOTALL)[0]
     listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE)))
     assert set(listed) == set(outcome.about(None, 0))
     [example] = re.findall(r"```yaml\n(.+?)```", PAGE, re.DOTALL)
@@ -376,8 +377,8 @@ def test_the_page_lists_what_metadata_holds_and_a_valid_configuration():
     assert good.verdict == "good"
 
 
-def test_every_link_of_both_pages_leads_somewhere():
-    for page in ("slime.md", "from-agentcore-rl-toolkit.md"):
+def test_every_link_of_the_pages_leads_somewhere():
+    for page in ("slime.md", "slime-reference.md", "from-agentcore-rl-toolkit.md"):
         for path, anchor in re.findall(r"\]\(([^)#:]*)#?([^)]*)\)", (DOCS / page).read_text()):
             target = DOCS / (path or page)
             titles = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
@@ -442,6 +443,18 @@ def test_a_canary_whose_agent_uses_another_key_is_told_so(capfd, tmp_path):
     assert (canary["line"], canary["model_calls"], canary["cause"]) == (2, 0, "agent")
     [refused] = canary["refused"]
     assert (canary["requests"], refused["status"], refused["count"]) == (1, 401, 1)
+
+
+def test_the_agent_of_the_page_runs(capfd, tmp_path):
+    [agent] = re.findall(r"```py\n(.+?)```", PAGE, re.DOTALL)
+    Path("served.py").write_text(agent)
+    write_rows({"prompt": "Hi", "metadata": {"payload": {"question": "Hi", "answer": "script"}}})
+    with agent_process(tmp_path / "served.py") as url:
+        backend = {"backend": "turnleaf.sessions.HttpSession", "url": url}
+        write_config(rollout_session_backend=backend)
+        assert check("--canary", "--json") == 0
+    canary = json.loads(capfd.readouterr().out)["canary"]
+    assert (canary["model_calls"], canary["reward"], canary["requests"]) == (1, 1.0, 1)
 
 
 NOTHING = Requests(0, Counter())
