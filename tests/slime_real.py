@@ -54,15 +54,20 @@ def rollout_manager_class() -> Any:
     return getattr(RolloutManager, "__ray_actor_class__", RolloutManager)
 
 
-def default_arguments() -> Namespace:
-    """What slime's own parser makes of the one argument that it requires."""
+def argument_parser() -> ArgumentParser:
+    """slime's own parser; the arguments of Megatron and of SGLang's server are lacking in it."""
     from slime.backends.sglang_utils.arguments import add_sglang_arguments
     from slime.utils.arguments import get_slime_extra_args_provider
 
-    parser = ArgumentParser()
+    parser = ArgumentParser(allow_abbrev=False)
     get_slime_extra_args_provider()(parser)
     add_sglang_arguments(parser)
-    return parser.parse_args(["--rollout-batch-size", "1"])
+    return parser
+
+
+def default_arguments() -> Namespace:
+    """What slime's own parser makes of the one argument that it requires."""
+    return argument_parser().parse_args(["--rollout-batch-size", "1"])
 
 
 class _CheckoutFinder:

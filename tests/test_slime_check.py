@@ -13,6 +13,7 @@ from turnleaf.adapters.slime._check import check_configuration
 from turnleaf.adapters.slime._check_rows import SHOWN, check_rows
 from turnleaf.adapters.slime._samples import Outcome as SlimeOutcome
 from turnleaf.cli import main
+from turnleaf.cli._app import check_for_slime
 from turnleaf.cli._run import Outcome, Stage
 from turnleaf.cli._setup import Plan
 from turnleaf.cli._slime_canary import canary_findings
@@ -362,6 +363,12 @@ async def test_a_loopback_address_is_no_use_to_an_agent_elsewhere(backend, warne
 def test_the_pages_show_the_arguments_that_the_command_prints(page):
     block = "\n".join(flags("config.yaml", "rows.jsonl"))
     assert f"```text\n{block}\n```" in page.read_text()
+
+
+def test_the_page_and_the_help_say_the_same_of_exit_codes():
+    told = re.search(r"Exit codes: .+", " ".join((check_for_slime.__doc__ or "").split()))
+    assert told is not None
+    assert told[0] in " ".join(PAGE.split())
 
 
 def test_the_page_lists_what_metadata_holds_and_a_valid_configuration():

@@ -1,5 +1,7 @@
 """How the tests reach a checkout of slime; some of these need one, as `make test-slime` has it."""
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +106,24 @@ if slime_host.SLIME_DIR:
             "use_dynamic_batch_size",
         }
         assert different == derived | chosen
+
+    @pytest.mark.slime
+    def test_slime_takes_the_command_of_the_page() -> None:
+        page = (ROOT / "docs" / "slime.md").read_text()
+        command = re.findall(r"```bash\n(.+?)```", page, re.DOTALL)[0]
+        added = re.findall(r"TURNLEAF_ARGS=\((.+?)\n\)", command, re.DOTALL)[0]
+        whole = command.partition("train.py")[2].replace("\\\n", " ")
+        for name, value in (("MODEL_ARGS", ""), ("TURNLEAF_ARGS", added)):
+            whole = whole.replace(f'"${{{name}[@]}}"', value)
+        arguments, unknown = slime_real.argument_parser().parse_known_args(shlex.split(whole))
+        others = {"optimizer", "lr-decay-style", "weight-decay", "sequence-parallel"}
+        others |= {"adam-beta1", "adam-beta2", "attention-backend", "sglang-mem-fraction-static"}
+        groups = ("-parallel-size", "recompute-", "-dropout", "-in-fp32")
+        flags = {text.removeprefix("--") for text in unknown if text.startswith("--")}
+        assert {flag for flag in flags if not any(group in flag for group in groups)} == others
+        assert arguments.custom_generate_function_path == "turnleaf.adapters.slime.generate"
+        assert (arguments.use_dynamic_batch_size, arguments.max_tokens_per_gpu) == (True, 16384)
+        assert (arguments.input_key, arguments.prompt_data) == ("prompt", "/root/run/rows.jsonl")
 
     @pytest.mark.slime
     def test_the_manager_is_a_plain_class() -> None:
