@@ -96,8 +96,8 @@ def listen(host: str, port: int) -> Iterator[socket.socket]:
             if port and error.errno == errno.EADDRINUSE:
                 continue
             raise ContractError(
-                f"gateway_host {host!r}, port {candidate}: cannot listen there ({error}); name an "
-                "address of this machine"
+                f"gateway_host {host!r}, port {candidate}: cannot listen there "
+                f"({error.strerror}); name an address of this machine"
             ) from None
         with listening:
             yield listening

@@ -154,7 +154,7 @@ def _runtime_arn(backend: Mapping[str, Any]) -> Finding | None:
 def _backend_remedy(settings: Settings) -> str:
     if str(settings.rollout_session_backend["backend"]).startswith("agentcore_rl_toolkit."):
         return (
-            "turnleaf's own session classes are in turnleaf.sessions "
-            "(docs/from-agentcore-rl-toolkit.md)"
+            "sessions on AgentCore Runtime are to come; an agent that is served elsewhere is "
+            "reached by turnleaf.sessions.HttpSession (docs/from-agentcore-rl-toolkit.md)"
         )
     return ""
