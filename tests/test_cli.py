@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,8 +38,10 @@ from turnleaf.core import (
     Turn,
 )
 from turnleaf.gateway._child import child_process
+from turnleaf.gateway._watched import Refusal, Requests
 from turnleaf.sessions import HttpSession
 
+NOTHING = Requests(0, Counter())
 ROOT = Path(__file__).parents[1]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"a": 17, "operation": "*", "b": 23}}\n'
 COMMAND = [sys.executable, "-P", "-c", "from turnleaf.cli import main; main()", "try"]
@@ -77,11 +80,11 @@ def turn(index, prompt, output, *, parent=None, keep=0, excluded=None):
     )
 
 
-def outcome(*turns, secret="", status="completed", **rollout):
+def outcome(*turns, secret="", status="completed", requests=NOTHING, **rollout):
     rollout = {"trajectory": Trajectory(turns)} | rollout
     made = Rollout(name="rollout", status=status, **rollout)
     key = Key(id="key", base_url="http://127.0.0.1:9090/v1", secret=secret) if secret else None
-    return Outcome(made, Letters(), key)
+    return Outcome(made, Letters(), key, requests)
 
 
 def a_plan(*, engine=None, replies=(), payload=None, backend=None, **settings):
@@ -306,6 +309,23 @@ def test_an_agent_that_may_not_reach_the_gateway_is_told_where_it_is():
     assert note not in shown(outcome(turn(0, "Q", "A"), secret="k"), plan=a_plan(backend=HTTP))
     unreached = outcome(secret="tl-key", status="failed", error=SessionError("no agent"))
     assert note not in shown(unreached, plan=a_plan(backend=HTTP))
+    unconnected = AgentError("the agent raised APIConnectionError: Connection error.")
+    lost = outcome(secret="tl-key", status="failed", error=unconnected)
+    assert note in shown(lost, plan=a_plan(backend=HTTP))
+
+
+def test_an_agent_that_failed_by_itself_is_not_told_of_the_network():
+    failed = outcome(secret="tl-key", status="failed", error=AgentError("KeyError: 'question'"))
+    text = shown(failed, plan=a_plan(backend=HTTP))
+    assert "The agent failed before a model call of it arrived: see its own log." in text
+    assert "can that be reached" not in text
+
+
+def test_what_the_gateway_refused_is_told():
+    requests = Requests(3, Counter({Refusal(401, "invalid_api_key", "unknown key"): 3}))
+    text = shown(outcome(secret="tl-key", requests=requests), plan=a_plan(backend=HTTP))
+    assert "The gateway refused 3 requests with 401: unknown key" in text
+    assert "can that be reached" not in text
 
 
 @pytest.mark.parametrize(

@@ -477,7 +477,7 @@ def canary(*, turns=(), requests=NOTHING, **rollout):
     key = Key(id="key", base_url="http://10.0.0.1:9090/v1", secret="tl-key")
     return [
         (found.verdict, found.text, found.remedy)
-        for found in canary_findings(plan, Outcome(made, None, key), requests, line=7)
+        for found in canary_findings(plan, Outcome(made, None, key, requests), line=7)
     ]
 
 

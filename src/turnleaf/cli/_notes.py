@@ -9,18 +9,37 @@ from urllib.parse import urlsplit
 from turnleaf.cli._run import Outcome
 from turnleaf.cli._setup import Plan
 from turnleaf.core import AgentError, PayloadError, RolloutTimeout, SessionError, Settings
+from turnleaf.gateway._watched import Refusal
 
-__all__ = ["is_loopback", "is_this_machine", "next_step", "notes", "unreachable"]
+__all__ = [
+    "is_loopback",
+    "is_this_machine",
+    "is_without_connection",
+    "next_step",
+    "notes",
+    "refusal_notes",
+    "unreachable",
+]
 
+_NO_CONNECTION = re.compile(
+    r"connect|getaddrinfo|name resolution|name or service|unreachable|timed? ?out", re.IGNORECASE
+)
 OVERRUN = 0.5
 """Seconds beyond max_rollout_time after which the event loop must have been blocked."""
 
 
 def notes(plan: Plan, outcome: Outcome) -> list[str]:
     """A sentence for everything odd."""
+    refused = [
+        f"{text[0].upper()}{text[1:]}"
+        for refusal, text in refusal_notes(outcome)
+        # The scripted engine's, of which the first note speaks.
+        if refusal.code != "engine_refused" or _calls_made(plan, outcome) is None
+    ]
     found = [
         _calls_and_replies(plan, outcome),
         _overrun(plan, outcome),
+        *refused,
         _unheard(plan, outcome),
         *map(_malformed_call, range(1, len(plan.replies) + 1), plan.replies),
     ]
@@ -105,12 +124,28 @@ def _unheard(plan: Plan, outcome: Outcome) -> str | None:
     rollout, key, settings = outcome.rollout, outcome.key, plan.settings
     local = "target" in settings.rollout_session_backend and settings.public_url is None
     never_ran = isinstance(rollout.error, SessionError)
-    if local or never_ran or key is None or rollout.trajectory.turns:
+    if local or never_ran or key is None or rollout.trajectory.turns or outcome.requests.refused:
         return None
+    if isinstance(rollout.error, AgentError) and not is_without_connection(str(rollout.error)):
+        return "The agent failed before a model call of it arrived: see its own log."
     return (
         f"No model call was recorded. The agent was told base_url {key.base_url}: can "
         "that be reached from where it runs?"
     )
+
+
+def refusal_notes(outcome: Outcome) -> list[tuple[Refusal, str]]:
+    """What the gateway refused meanwhile, each with a text that says how often."""
+    notes = []
+    for refusal, count in outcome.requests.refused.items():
+        said = f"{count:,} {'request' if count == 1 else 'requests'} with {refusal.status}"
+        notes.append((refusal, outcome.hide(f"the gateway refused {said}: {refusal.message}")))
+    return notes
+
+
+def is_without_connection(error: str) -> bool:
+    """Whether an error's text speaks of a connection that there was not."""
+    return _NO_CONNECTION.search(error) is not None
 
 
 def _malformed_call(number: int, reply: str) -> str | None:

@@ -24,6 +24,7 @@ from turnleaf.core import (
 )
 from turnleaf.gateway import GatewayClient, WorkerConfig, run_worker
 from turnleaf.gateway._child import child_process
+from turnleaf.gateway._watched import Requests
 
 __all__ = ["Outcome", "Stage", "prepared", "run_once"]
 
@@ -36,11 +37,13 @@ class Outcome:
     """What came of the rollout, and what reads its tokens.
 
     key: the rollout's, whose secret is kept out of what is shown; None if there was none.
+    requests: of the gateway, meanwhile.
     """
 
     rollout: Rollout
     tokenizer: FileTokenizer
     key: Key | None
+    requests: Requests
 
     @property
     def exit_code(self) -> int:
@@ -78,6 +81,7 @@ class Stage:
 
     async def run(self, plan: Plan, service: Service) -> Outcome:
         """Run one rollout; see `run_once`."""
+        before = await self.gateway.requests()
         gateway = _NotingGateway(self.gateway)
         rollout = await run_rollout(
             plan.payload,
@@ -89,7 +93,8 @@ class Stage:
             name="rollout",
             max_rollout_time=plan.settings.max_rollout_time,
         )
-        return Outcome(rollout, self.tokenizer, gateway.key)
+        requests = (await self.gateway.requests()).since(before)
+        return Outcome(rollout, self.tokenizer, gateway.key, requests)
 
 
 @contextlib.asynccontextmanager

@@ -3,17 +3,14 @@
 import re
 
 from turnleaf.adapters.slime._findings import Finding, Verdict
+from turnleaf.cli._notes import is_without_connection, refusal_notes
 from turnleaf.cli._run import Outcome
 from turnleaf.cli._setup import Plan
 from turnleaf.core import AgentError, RolloutTimeout, SessionError
-from turnleaf.gateway._watched import Requests
 
 __all__ = ["canary_findings"]
 
 _EXCERPT = 200
-_NO_CONNECTION = re.compile(
-    r"connect|getaddrinfo|name resolution|name or service|unreachable|timed? ?out", re.IGNORECASE
-)
 _ANSWERED = re.compile(r"Error code: \d{3}")
 _REFUSALS = {
     "invalid_api_key": "have its client use payload['_config']['api_key'] (docs/agents.md)",
@@ -22,33 +19,31 @@ _REFUSALS = {
 """What to do, by the code of the refusal."""
 
 
-def canary_findings(
-    plan: Plan, outcome: Outcome, requests: Requests, *, line: int
-) -> list[Finding]:
+def canary_findings(plan: Plan, outcome: Outcome, *, line: int) -> list[Finding]:
     """Whether the agent came to the gateway, and what became of the rollout.
 
-    requests: of the gateway, by this session. line: of the row that the agent was given.
+    line: of the row that the agent was given.
     """
     return [
-        *_calls(outcome, requests, line),
-        *_refusals(outcome, requests, line),
-        _end(plan, outcome, requests, line),
+        *_calls(outcome, line),
+        *_refusals(outcome, line),
+        _end(plan, outcome, line),
     ]
 
 
-def _calls(outcome: Outcome, requests: Requests, line: int) -> list[Finding]:
+def _calls(outcome: Outcome, line: int) -> list[Finding]:
     rollout, key = outcome.rollout, outcome.key
     calls, leaves = len(rollout.trajectory.turns), len(rollout.trajectory.leaves())
     if calls:
         said = f"{calls:,} {'call' if calls == 1 else 'calls'} of its model"
         said += f", {leaves:,} {'leaf' if leaves == 1 else 'leaves'} to train"
         return [Finding("canary", "good", f"on line {line} the agent reached the gateway: {said}")]
-    if requests.refused or key is None:
+    if outcome.requests.refused or key is None:
         return []
     # Who failed by itself, was cut off, or was not reached, says so at the end.
     if isinstance(rollout.error, AgentError | RolloutTimeout | SessionError):
         return []
-    if requests.total:
+    if outcome.requests.total:
         return [
             Finding(
                 "canary",
@@ -69,14 +64,13 @@ def _calls(outcome: Outcome, requests: Requests, line: int) -> list[Finding]:
     ]
 
 
-def _refusals(outcome: Outcome, requests: Requests, line: int) -> list[Finding]:
+def _refusals(outcome: Outcome, line: int) -> list[Finding]:
     calls = bool(outcome.rollout.trajectory.turns)
     verdict: Verdict = "warning" if calls else "bad"
     where = "" if calls else f"on line {line} "
     found = []
-    for refusal, count in requests.refused.items():
-        said = f"{count:,} {'request' if count == 1 else 'requests'} with {refusal.status}"
-        text = outcome.hide(f"{where}the gateway refused {said}: {refusal.message}")
+    for refusal, said in refusal_notes(outcome):
+        text = f"{where}{said}"
         remedy = _REFUSALS.get(refusal.code or "", "docs/gateway.md says what a request may hold")
         if refusal.status >= 500:
             remedy = "see the gateway's log, and whether the engine answers"
@@ -84,10 +78,10 @@ def _refusals(outcome: Outcome, requests: Requests, line: int) -> list[Finding]:
     return found
 
 
-def _end(plan: Plan, outcome: Outcome, requests: Requests, line: int) -> Finding:
+def _end(plan: Plan, outcome: Outcome, line: int) -> Finding:
     rollout = outcome.rollout
     if rollout.error is not None:
-        return _failure(plan, outcome, requests, line)
+        return _failure(plan, outcome, line)
     result = outcome.hide(f"{rollout.result!r}")
     if len(result) > _EXCERPT:
         result = f"{result[:_EXCERPT]} …"
@@ -100,8 +94,8 @@ def _end(plan: Plan, outcome: Outcome, requests: Requests, line: int) -> Finding
     return Finding("canary", "good", text)
 
 
-def _failure(plan: Plan, outcome: Outcome, requests: Requests, line: int) -> Finding:
-    error, key = outcome.rollout.error, outcome.key
+def _failure(plan: Plan, outcome: Outcome, line: int) -> Finding:
+    error, key, requests = outcome.rollout.error, outcome.key, outcome.requests
     text, remedy = outcome.hide(str(error)).removeprefix("rollout: "), ""
     if isinstance(error, AgentError | RolloutTimeout) and key is not None and not requests.total:
         return _before_any_call(error, text, key.base_url, line)
@@ -126,7 +120,7 @@ def _before_any_call(
         return Finding("canary", "bad", text, remedy)
     if _ANSWERED.search(text):
         remedy = f"another server than this gateway answered it: have its client use {base_url}"
-    elif _NO_CONNECTION.search(text):
+    elif is_without_connection(text):
         remedy = f"see whether its client uses base_url of payload['_config'], and {reach}"
     else:
         when = "before its first model call"

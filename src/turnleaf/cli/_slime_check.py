@@ -19,7 +19,6 @@ from turnleaf.cli._run import Outcome, Stage, prepared
 from turnleaf.cli._setup import Plan, check_engine, read_yaml
 from turnleaf.cli._slime_canary import canary_findings
 from turnleaf.core import ContractError, GatewayError, Service, Settings
-from turnleaf.gateway._watched import Requests
 
 __all__ = ["CheckOptions", "Report", "check"]
 
@@ -42,8 +41,7 @@ class CheckOptions:
 class Report:
     """What was found. outcome: the canary's; None where there was none.
 
-    base_url: what agents are told; None when no gateway started. requests: of the gateway, by the
-    canary.
+    base_url: what agents are told; None when no gateway started.
     """
 
     findings: tuple[Finding, ...]
@@ -51,7 +49,6 @@ class Report:
     scripted: bool
     base_url: str | None = None
     outcome: Outcome | None = None
-    requests: Requests | None = None
 
     @property
     def exit_code(self) -> int:
@@ -96,7 +93,7 @@ async def _with_services(
         model=options.model,
         replies=(),
     )
-    outcome = base_url = requests = None
+    outcome = base_url = None
     try:
         async with prepared(plan) as stage:
             base_url = stage.gateway.base_url
@@ -106,20 +103,16 @@ async def _with_services(
             elif options.canary and away:
                 findings.append(Finding("canary", "warning", "not run: the agent comes first"))
             elif options.canary:
-                before = await stage.gateway.requests()
                 limit = f"The canary runs; at most {settings.max_rollout_time:g} s …"
                 with Console(stderr=True).status(limit):
                     outcome = await stage.run(plan, service)
-                requests = (await stage.gateway.requests()).since(before)
     except (ContractError, GatewayError) as error:
         part = "gateway" if base_url is None else "canary"
         findings.append(Finding(part, "bad", str(error)))
     line = report.rows.first_line
-    if outcome is not None and requests is not None and line is not None:
-        findings += canary_findings(plan, outcome, requests, line=line)
-    return attrs.evolve(
-        report, findings=tuple(findings), base_url=base_url, outcome=outcome, requests=requests
-    )
+    if outcome is not None and line is not None:
+        findings += canary_findings(plan, outcome, line=line)
+    return attrs.evolve(report, findings=tuple(findings), base_url=base_url, outcome=outcome)
 
 
 async def _agent(settings: Settings) -> list[Finding]:

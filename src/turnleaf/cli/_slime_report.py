@@ -85,11 +85,11 @@ def report_document(report: Report) -> str:
 
 def _canary(report: Report, outcome: Outcome) -> dict[str, object]:
     rollout, leaves = outcome.rollout, outcome.rollout.trajectory.leaves()
-    requests = None if report.requests is None else report.requests.to_mapping()
+    requests = outcome.requests.to_mapping()
     return {
         "line": report.rows.first_line,
-        "requests": requests and requests["total"],
-        "refused": requests and requests["refused"],
+        "requests": requests["total"],
+        "refused": requests["refused"],
         "status": rollout.status,
         "model_calls": len(rollout.trajectory.turns),
         "leaves": len(leaves),
