@@ -124,7 +124,7 @@ def _unheard(plan: Plan, outcome: Outcome) -> str | None:
     rollout, key, settings = outcome.rollout, outcome.key, plan.settings
     local = "target" in settings.rollout_session_backend and settings.public_url is None
     never_ran = isinstance(rollout.error, SessionError)
-    if local or never_ran or key is None or rollout.trajectory.turns or outcome.requests.refused:
+    if local or never_ran or key is None or rollout.trajectory.turns or outcome.requests.total:
         return None
     if isinstance(rollout.error, AgentError) and not is_without_connection(str(rollout.error)):
         return "The agent failed before a model call of it arrived: see its own log."
