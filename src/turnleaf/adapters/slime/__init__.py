@@ -3,6 +3,8 @@
     --custom-generate-function-path    turnleaf.adapters.slime.generate
     --custom-reward-post-process-path  turnleaf.adapters.slime.normalize_episode_rewards
     --custom-config-path               config.yaml
+    --use-dynamic-batch-size --max-tokens-per-gpu 16384
+    --prompt-data rows.jsonl --input-key prompt
 
 docs/slime.md says what each does, also on every failure. The names are slime's arguments.
 """
