@@ -14,6 +14,10 @@ TORCH_INDEX ?=
 # What slime's rollout side imports, beside torch and what turnleaf's own tests need.
 SLIME_IMPORTS = pillow pybase64 pylatexenc ray requests sympy tqdm wandb
 
+# The agent clients of docs/clients.md. strands-agents needs openai 2; the others go with 3, too.
+CLIENTS_OF_OPENAI3 = langchain langchain-openai litellm openai-agents pydantic-ai-slim smolagents
+CLIENTS = $(CLIENTS_OF_OPENAI3) strands-agents
+
 # What a target of its own adds to an environment: see scripts/make-venv.
 PREFERRED =
 PACKAGES =
@@ -31,14 +35,15 @@ STAMP = $(VENV)/.made-under-$(subst $(SPACE),-,$(strip $(basename $(notdir $(CON
 
 export COVERAGE_FILE = $(VENV)/.coverage
 
-.PHONY: help venv test demo try lint test-openai3 test-slime clean
+.PHONY: help venv test demo try lint test-clients test-openai3 test-slime clean
 
 help:
 	@echo "make test          run the tests; core must be covered to 95 %"
 	@echo "make demo          watch a small policy learn through the whole path; about a minute"
 	@echo "make try           run one rollout of an example agent and show what would be trained"
 	@echo "make lint          ruff, mypy, import-linter"
-	@echo "make test-openai3  the tests that use the openai client, under openai 3"
+	@echo "make test-clients  real agent clients (strands, langgraph, litellm, …) against the gateway"
+	@echo "make test-openai3  the tests that use openai, agent clients included, under openai 3"
 	@echo "make test-slime    the tests of the slime hooks, on a checkout of slime: SLIME_DIR=…"
 	@echo "make venv          only set up the environment"
 	@echo "make clean         remove the environments, caches and build products"
@@ -73,9 +78,14 @@ lint: $(STAMP)
 	$(BIN)/python -m mypy --strict src
 	$(BIN)/lint-imports
 
+test-clients:
+	$(MAKE) venv VENV=.venv-clients OVERRIDES=constraints/clients.txt PACKAGES='$(CLIENTS)'
+	.venv-clients/bin/python -m pytest tests/test_clients.py docs/clients.md $(PYTEST_ARGS)
+
 test-openai3:
-	$(MAKE) venv VENV=.venv-openai3 OVERRIDES=constraints/openai3.txt
-	.venv-openai3/bin/python -m pytest -m openai_client $(PYTEST_ARGS)
+	$(MAKE) venv VENV=.venv-openai3 PACKAGES='$(CLIENTS_OF_OPENAI3)' \
+		OVERRIDES='constraints/openai3.txt constraints/clients.txt'
+	.venv-openai3/bin/python -m pytest -m openai_client -k 'not strands' $(PYTEST_ARGS)
 
 test-slime:
 	@test -f '$(SLIME_DIR)/slime/rollout/sglang_rollout.py' || { \

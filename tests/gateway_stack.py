@@ -1,6 +1,7 @@
 """A whole gateway inside the test's event loop: both listeners, real HTTP, a scripted engine."""
 
-from collections.abc import AsyncIterator, Iterable
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from typing import Any
 
 import attrs
 from openai import AsyncOpenAI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnleaf.adapters.mock import (
     FileTokenizer,
@@ -77,6 +79,38 @@ class Stack:
         return compare(self.engine.ledger, self.collected)
 
 
+@attrs.frozen(eq=False)
+class Asked:
+    """A request as an agent sent it; header names in lower case."""
+
+    headers: Mapping[str, str]
+    body: Any
+
+
+@attrs.frozen(eq=False)
+class Recorder:
+    """What the agents ask, in order; it goes around the agents' app."""
+
+    asked: list[Asked] = attrs.Factory(list)
+
+    def __call__(self, app: ASGIApp) -> ASGIApp:
+        async def recorded(scope: Scope, receive: Receive, send: Send) -> None:
+            received = bytearray()
+
+            async def record() -> Message:
+                message = await receive()
+                if message["type"] == "http.request":
+                    received.extend(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        headers = {k.decode(): v.decode() for k, v in scope["headers"]}
+                        self.asked.append(Asked(headers, json.loads(received or b"null")))
+                return message
+
+            await app(scope, record, send)
+
+        return recorded
+
+
 @asynccontextmanager
 async def running_gateway(
     script: Script | Iterable[Any],
@@ -88,6 +122,7 @@ async def running_gateway(
     retry_grace: float = 0.0,
     engine_url: str | None = None,
     routed_experts_shape: tuple[int, int] | None = None,
+    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> AsyncIterator[Stack]:
     """Serve until the context is left, then check the ledger against every collected trajectory.
 
@@ -117,7 +152,8 @@ async def running_gateway(
         agents = create_server(("127.0.0.1", 0))
         control = create_server(("127.0.0.1", 0))
         base_url = f"http://127.0.0.1:{agents.getsockname()[1]}/v1"
-        watched = Watched(agents_app(keys, turns, model_id="model", keep_alive=keep_alive))
+        chat = agents_app(keys, turns, model_id="model", keep_alive=keep_alive)
+        watched = Watched(around(chat))
         for app, listening in (
             (watched, agents),
             (control_app(keys, engine, watched, base_url=base_url, token=TOKEN), control),

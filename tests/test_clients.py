@@ -1,0 +1,156 @@
+"""The clients that people build agents with, in real conversations: docs/clients.md as it is."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from tests.client_agents import AGENTS, PAGE
+from tests.gateway_stack import Recorder, checkpoint, running_gateway, tokenizer
+from turnleaf.core import Leaf
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.openai_client,
+    # What the clients do themselves:
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:.*ReadOnly:UserWarning"),
+]
+
+
+def called(name: str, argument: str, value: str, space: str = " ") -> str:
+    arguments = f'{{"{argument}":{space}"{value}"}}'
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def calculate(expression: str, space: str = " ") -> str:
+    return called("calculate", "expression", expression, space)
+
+
+THOUGHTS = ["Both products first.", "Now the sum.", "That was all.", "Be polite."]
+CALLS = [
+    f"I'll compute both.\n{calculate('2+2', '  ')}\n{calculate('3*4')}",
+    calculate("4+12"),
+]
+QUESTIONS = ["What is 2+2 plus 3*4?", "Thank you."]
+ANSWERS = ["The sum is 16.", "You are welcome."]
+
+
+def replies(agent: str) -> list[str]:
+    """What the model says: three turns about the first question, one about the second."""
+    answers = ANSWERS
+    if agent.startswith("smolagents"):  # there an answer is a call, too
+        answers = [called("final_answer", "answer", answer) for answer in ANSWERS]
+    return [
+        f"<think>\n{thought}\n</think>\n\n{said}"
+        for thought, said in zip(THOUGHTS, [*CALLS, *answers], strict=True)
+    ]
+
+
+def text_of(leaf: Leaf) -> str:
+    return tokenizer().decode(leaf.tokens.tolist())
+
+
+def trained(leaf: Leaf) -> list[str]:
+    edges = np.flatnonzero(np.diff(leaf.loss_mask.astype(int), prepend=0, append=0))
+    runs = zip(edges[::2], edges[1::2], strict=True)
+    return [tokenizer().decode(leaf.tokens[a:b].tolist()) for a, b in runs]
+
+
+def canonical(text: str) -> str:
+    """The text with the calls' JSON in one spelling."""
+
+    def respelled(call: re.Match[str]) -> str:
+        return json.dumps(json.loads(call[0]), sort_keys=True)
+
+    return re.sub(r"(?<=<tool_call>\n)\{\"name\": \".*\}(?=\n</tool_call>)", respelled, text)
+
+
+def templates_text(body: dict[str, Any], thoughts: Iterator[str]) -> str:
+    """What the template makes of a request, with the thoughts given back to its assistant."""
+    messages = []
+    for sent in body["messages"]:
+        content = sent.get("content") or ""
+        if isinstance(content, list):
+            content = "".join(part["text"] for part in content)
+        message = {"role": sent["role"], "content": content}
+        if sent["role"] == "assistant":
+            message["reasoning_content"] = next(thoughts, "")
+        if sent.get("tool_calls"):
+            message["tool_calls"] = [
+                {
+                    "name": call["function"]["name"],
+                    "arguments": json.loads(call["function"]["arguments"]),
+                }
+                for call in sent["tool_calls"]
+            ]
+        messages.append(message)
+    template = (checkpoint("qwen3") / "chat_template.jinja").read_text()
+    (text,), _ = render_jinja_template(
+        [messages], tools=body["tools"], chat_template=template, add_generation_prompt=True
+    )
+    return text
+
+
+def documented(agent: str, table: int) -> list[str]:
+    """The cells about an agent in one of the page's tables."""
+    tables = re.findall(r"(?:^\|.*\n)+", PAGE.read_text(), flags=re.MULTILINE)
+    client = agent.partition(", ")[0]
+    for row in tables[table].splitlines():
+        name, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        if name.partition(",")[0] == client:
+            return cells
+    raise AssertionError(f"docs/clients.md says nothing about {client} in table {table}")
+
+
+def made_of_replies(body: dict[str, Any]) -> list[str]:
+    """What a client made of the first two replies, in the page's words."""
+    first, second = [sent for sent in body["messages"] if sent["role"] == "assistant"][:2]
+    if "tool_calls" not in first:
+        return ["part of a new text", "part of a new text", "dropped", "part of a new text"]
+    content, arguments = first["content"], first["tool_calls"][0]["function"]["arguments"]
+    assert json.loads(arguments) == {"expression": "2+2"}
+    return [
+        "a list of parts" if isinstance(content, list) else "as it came",
+        "null" if "content" in second else "left out",
+        "kept" if first.get("reasoning_content") else "dropped",
+        "as they came" if arguments == '{"expression":  "2+2"}' else "written anew",
+    ]
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+async def test_a_thinking_conversation(agent: str) -> None:
+    said = replies(agent)
+    rewrites = agent.startswith("smolagents")
+    expected = [[0], [1], [2], [3]] if rewrites else [[0, 1, 2], [3]]
+    script = {"question": [{"text": text} for text in said[:3]], "*": [{"text": t} for t in said]}
+    recorder = Recorder()
+    counts = []
+    async with running_gateway(script, around=recorder) as stack:
+        for name, questions, by_leaf in (
+            ("question", QUESTIONS[:1], expected[:-1]),
+            ("both", QUESTIONS, expected),
+        ):
+            recorder.asked.clear()
+            key = await stack.open(name)
+            config = {"base_url": key.base_url, "api_key": key.secret, "model_id": "Qwen3"}
+            assert await AGENTS[agent](config, questions) == ANSWERS[: len(questions)]
+            trajectory = await stack.close(key)
+            assert len(trajectory.turns) == len(recorder.asked)
+            leaves = trajectory.leaves()
+            assert [[turn.index for turn in leaf.trained_turns] for leaf in leaves] == by_leaf
+            counts.append(len(leaves))
+            for leaf, turns in zip(leaves, by_leaf, strict=True):
+                assert trained(leaf) == [f"{said[turn]}<|im_end|>" for turn in turns]
+                thoughts = iter([] if rewrites else THOUGHTS)
+                prompt = templates_text(recorder.asked[turns[-1]].body, thoughts)
+                whole = f"{prompt}{said[turns[-1]]}<|im_end|>"
+                assert canonical(text_of(leaf)) == canonical(whole)
+    assert counts == [int(cell.partition(" ")[0]) for cell in documented(agent, table=0)]
+    made = made_of_replies(recorder.asked[-1].body)
+    for what, cell in zip(made, documented(agent, table=1), strict=True):
+        assert what in cell.split(" or ")  # versions differ, and so does streaming
