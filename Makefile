@@ -85,7 +85,7 @@ test-clients:
 test-openai3:
 	$(MAKE) venv VENV=.venv-openai3 PACKAGES='$(CLIENTS_OF_OPENAI3)' \
 		OVERRIDES='constraints/openai3.txt constraints/clients.txt'
-	.venv-openai3/bin/python -m pytest -m openai_client -k 'not strands' $(PYTEST_ARGS)
+	.venv-openai3/bin/python -m pytest -m openai_client $(PYTEST_ARGS)
 
 test-slime:
 	@test -f '$(SLIME_DIR)/slime/rollout/sglang_rollout.py' || { \

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
+import openai
 
 Config = Mapping[str, str]
 Converse = Callable[[Config, Sequence[str]], Awaitable[list[str]]]
@@ -126,17 +127,17 @@ async def _sdk(config: Config, questions: Sequence[str], *, stream: bool) -> lis
     agent = _page("openai-agents")["sdk_agent"](config, [function_tool(calculate)])
     history: list[Any] = []
     answers = []
-    for question in questions:
-        history.append({"role": "user", "content": question})
-        if stream:
-            result = Runner.run_streamed(agent, history)
-            async for _ in result.stream_events():
-                pass
-        else:
-            result = await Runner.run(agent, history)
-        history = result.to_input_list()
-        answers.append(result.final_output)
-    await agent.model._client.close()
+    async with agent.model._client:
+        for question in questions:
+            history.append({"role": "user", "content": question})
+            if stream:
+                result = Runner.run_streamed(agent, history)
+                async for _ in result.stream_events():
+                    pass
+            else:
+                result = await Runner.run(agent, history)
+            history = result.to_input_list()
+            answers.append(result.final_output)
     return answers
 
 
@@ -195,6 +196,9 @@ _CLIENTS: dict[str, Callable[..., Awaitable[list[str]]]] = {
     "pydantic-ai": _pydantic_ai,
     "smolagents": _smolagents,
 }
+
+if not openai.__version__.startswith("2."):
+    del _CLIENTS["strands-agents"]  # which goes with openai 2 alone
 
 AGENTS: dict[str, Converse] = {
     f"{name}{', streaming' if stream else ''}": partial(converse, stream=stream)

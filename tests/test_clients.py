@@ -1,17 +1,22 @@
 """The clients that people build agents with, in real conversations: docs/clients.md as it is."""
 
+import gc
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.client_agents import AGENTS, PAGE
 from tests.gateway_stack import Recorder, checkpoint, running_gateway, tokenizer
-from turnleaf.core import Leaf
+from turnleaf.adapters.mock import ScriptedEngine, compare, serve_engine
+from turnleaf.core import Background, Gateway, Key, Leaf, Rollout, Trajectory, run_rollout
+from turnleaf.gateway import WorkerConfig, run_worker
+from turnleaf.sessions import LocalSession
 
 pytestmark = [
     pytest.mark.anyio,
@@ -31,9 +36,13 @@ def calculate(expression: str, space: str = " ") -> str:
     return called("calculate", "expression", expression, space)
 
 
+ODD = "2\\u002b2"
+"""2+2 with an escape that nobody would choose; two spaces go with it."""
+
+
 THOUGHTS = ["Both products first.", "Now the sum.", "That was all.", "Be polite."]
 CALLS = [
-    f"I'll compute both.\n{calculate('2+2', '  ')}\n{calculate('3*4')}",
+    f"I'll compute both.\n{calculate(ODD, '  ')}\n{calculate('3*4')}",
     calculate("4+12"),
 ]
 QUESTIONS = ["What is 2+2 plus 3*4?", "Thank you."]
@@ -118,35 +127,52 @@ def made_of_replies(body: dict[str, Any]) -> list[str]:
         "a list of parts" if isinstance(content, list) else "as it came",
         "null" if "content" in second else "left out",
         "kept" if first.get("reasoning_content") else "dropped",
-        "as they came" if arguments == '{"expression":  "2+2"}' else "written anew",
+        "as they came" if arguments == f'{{"expression":  "{ODD}"}}' else "written anew",
     ]
+
+
+def configuration(key: Key) -> dict[str, str]:
+    return {"base_url": key.base_url, "api_key": key.secret, "model_id": "Qwen3"}
+
+
+def leaves_of(agent: str) -> list[list[int]]:
+    """The turns that the leaves of the whole conversation train."""
+    return [[0], [1], [2], [3]] if agent.startswith("smolagents") else [[0, 1, 2], [3]]
+
+
+def trained_turns(trajectory: Trajectory) -> list[list[int]]:
+    return [[turn.index for turn in leaf.trained_turns] for leaf in trajectory.leaves()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def connections_end_here() -> Iterator[None]:
+    """Clients that close nothing leave it to the collector, which warns: where that is ignored."""
+    yield
+    gc.collect()
 
 
 @pytest.mark.parametrize("agent", AGENTS)
 async def test_a_thinking_conversation(agent: str) -> None:
     said = replies(agent)
-    rewrites = agent.startswith("smolagents")
-    expected = [[0], [1], [2], [3]] if rewrites else [[0, 1, 2], [3]]
     script = {"question": [{"text": text} for text in said[:3]], "*": [{"text": t} for t in said]}
     recorder = Recorder()
     counts = []
     async with running_gateway(script, around=recorder) as stack:
         for name, questions, by_leaf in (
-            ("question", QUESTIONS[:1], expected[:-1]),
-            ("both", QUESTIONS, expected),
+            ("question", QUESTIONS[:1], leaves_of(agent)[:-1]),
+            ("both", QUESTIONS, leaves_of(agent)),
         ):
             recorder.asked.clear()
             key = await stack.open(name)
-            config = {"base_url": key.base_url, "api_key": key.secret, "model_id": "Qwen3"}
-            assert await AGENTS[agent](config, questions) == ANSWERS[: len(questions)]
+            answers = await AGENTS[agent](configuration(key), questions)
+            assert answers == ANSWERS[: len(questions)]
             trajectory = await stack.close(key)
             assert len(trajectory.turns) == len(recorder.asked)
-            leaves = trajectory.leaves()
-            assert [[turn.index for turn in leaf.trained_turns] for leaf in leaves] == by_leaf
-            counts.append(len(leaves))
-            for leaf, turns in zip(leaves, by_leaf, strict=True):
+            assert trained_turns(trajectory) == by_leaf
+            counts.append(len(by_leaf))
+            for leaf, turns in zip(trajectory.leaves(), by_leaf, strict=True):
                 assert trained(leaf) == [f"{said[turn]}<|im_end|>" for turn in turns]
-                thoughts = iter([] if rewrites else THOUGHTS)
+                thoughts = iter([] if agent.startswith("smolagents") else THOUGHTS)
                 prompt = templates_text(recorder.asked[turns[-1]].body, thoughts)
                 whole = f"{prompt}{said[turns[-1]]}<|im_end|>"
                 assert canonical(text_of(leaf)) == canonical(whole)
@@ -154,3 +180,85 @@ async def test_a_thinking_conversation(agent: str) -> None:
     made = made_of_replies(recorder.asked[-1].body)
     for what, cell in zip(made, documented(agent, table=1), strict=True):
         assert what in cell.split(" or ")  # versions differ, and so does streaming
+
+
+async def test_all_at_once_against_a_worker_process() -> None:
+    script = {agent: [{"text": text} for text in replies(agent)] for agent in AGENTS}
+    stop_token_id = tokenizer().encode("<|im_end|>")[0]
+    engine = ScriptedEngine(script, tokenizer=tokenizer(), stop_token_id=stop_token_id)
+    rollouts: dict[str, Rollout] = {}
+
+    async def roll_out(agent: str, gateway: Gateway, background: Background) -> None:
+        async def run(payload: dict[str, Any]) -> dict[str, Any]:
+            answers = await AGENTS[agent](payload["_config"], payload["questions"])
+            return {"reward": float(answers == ANSWERS)}
+
+        rollouts[agent] = await run_rollout(
+            {"questions": QUESTIONS},
+            session=lambda: LocalSession(target=run),
+            gateway=gateway,
+            background=background,
+            model_id="Qwen3",
+            sampling={"temperature": 1.0},
+            name=agent,
+        )
+
+    async with serve_engine(engine) as url:
+        config = WorkerConfig(
+            engine_url=url, model=str(checkpoint("qwen3")), control_token="token-of-control", port=0
+        )
+        async with (
+            run_worker(config) as gateway,
+            Background() as background,
+            anyio.create_task_group() as tasks,
+        ):
+            for agent in AGENTS:
+                tasks.start_soon(roll_out, agent, gateway, background)
+    for agent, rollout in rollouts.items():
+        assert rollout.reward == 1, (agent, rollout.error)
+        assert trained_turns(rollout.trajectory) == leaves_of(agent), agent
+    compare(
+        engine.ledger, [rollout.trajectory for rollout in rollouts.values()]
+    ).raise_for_problems()
+
+
+async def test_every_client_waits_while_the_engine_has_trouble() -> None:
+    script = {agent: [{"fail": 500}, *({"text": t} for t in replies(agent))] for agent in AGENTS}
+    recorder = Recorder()
+    async with running_gateway(script, retry_budget=0.0, around=recorder) as stack:
+
+        async def converse(agent: str) -> None:
+            key = await stack.open(agent)
+            assert await AGENTS[agent](configuration(key), QUESTIONS) == ANSWERS, agent
+            trajectory = await stack.close(key)
+            assert len(trajectory.turns) == 4, agent
+            assert [len(turns) for turns in trained_turns(trajectory)] == [
+                len(turns) for turns in leaves_of(agent)
+            ], agent
+            retries = [
+                asked.headers["x-stainless-retry-count"]
+                for asked in recorder.asked
+                if asked.headers["authorization"] == f"Bearer {key.secret}"
+            ]
+            assert retries == ["0", "1", "0", "0", "0"], agent
+
+        async with anyio.create_task_group() as tasks:
+            for agent in AGENTS:
+                tasks.start_soon(converse, agent)
+
+
+async def test_no_client_repeats_what_is_refused_for_good() -> None:
+    script = {agent: [{"text": replies(agent)[0]}, {"fail": 400}] for agent in AGENTS}
+    recorder = Recorder()
+    async with running_gateway(script, around=recorder) as stack:
+
+        async def converse(agent: str) -> None:
+            key = await stack.open(agent)
+            with pytest.raises(Exception, match="the engine refuses the call"):
+                await AGENTS[agent](configuration(key), QUESTIONS)
+            assert trained_turns(await stack.close(key)) == [[0]], agent
+
+        async with anyio.create_task_group() as tasks:
+            for agent in AGENTS:
+                tasks.start_soon(converse, agent)
+    assert len(recorder.asked) == 2 * len(AGENTS)
