@@ -48,6 +48,12 @@ CALLS = [
 QUESTIONS = ["What is 2+2 plus 3*4?", "Thank you."]
 ANSWERS = ["The sum is 16.", "You are welcome."]
 
+KNOWN_OVERFLOW = {
+    "strands-agents": None,
+    "langchain": "ContextOverflowError",
+    "litellm": "ContextWindowExceededError",
+}
+
 
 def replies(agent: str) -> list[str]:
     """What the model says: three turns about the first question, one about the second."""
@@ -262,3 +268,58 @@ async def test_no_client_repeats_what_is_refused_for_good() -> None:
             for agent in AGENTS:
                 tasks.start_soon(converse, agent)
     assert len(recorder.asked) == 2 * len(AGENTS)
+
+
+async def test_streaming_clients_take_the_comments_that_keep_them_waiting() -> None:
+    streaming = [agent for agent in AGENTS if agent.endswith("streaming")]
+    script = {agent: [{"text": t, "delay": 0.2} for t in replies(agent)] for agent in streaming}
+    async with running_gateway(script, keep_alive=0.05) as stack:
+
+        async def converse(agent: str) -> None:
+            key = await stack.open(agent)
+            assert await AGENTS[agent](configuration(key), QUESTIONS) == ANSWERS, agent
+            assert trained_turns(await stack.close(key)) == leaves_of(agent), agent
+
+        async with anyio.create_task_group() as tasks:
+            for agent in streaming:
+                tasks.start_soon(converse, agent)
+
+
+async def test_a_stream_that_ends_in_an_error_is_one_to_every_client() -> None:
+    streaming = [agent for agent in AGENTS if agent.endswith("streaming")]
+    untrusted = {"text": "one", "mismatch": True, "delay": 0.2}
+    recorder = Recorder()
+    async with running_gateway([untrusted], keep_alive=0.05, around=recorder) as stack:
+
+        async def converse(agent: str) -> None:
+            key = await stack.open(agent)
+            with pytest.raises(Exception, match="the engine's reply cannot be trusted"):
+                await AGENTS[agent](configuration(key), QUESTIONS)
+            assert len(await stack.close(key)) == 0, agent
+
+        async with anyio.create_task_group() as tasks:
+            for agent in streaming:
+                tasks.start_soon(converse, agent)
+    assert len(recorder.asked) == len(streaming)
+
+
+@pytest.mark.parametrize("agent", [agent for agent in KNOWN_OVERFLOW if agent in AGENTS])
+async def test_a_context_overflow_is_known_to_clients_that_tell_it_apart(agent: str) -> None:
+    script = [{"text": text} for text in replies(agent)]
+    async with running_gateway(script) as stack:
+        key = await stack.open()
+        await AGENTS[agent](configuration(key), QUESTIONS[:1])
+        third = (await stack.close(key)).turns[2]
+    limit = third.keep + len(third.prompt) - 1
+    async with running_gateway(script, max_context_tokens=limit) as stack:
+        key = await stack.open()
+        error = KNOWN_OVERFLOW[agent]
+        if error is None:  # it cuts its history, and goes on with what is left
+            assert await AGENTS[agent](configuration(key), QUESTIONS[:1]) == ANSWERS[:1]
+            # What was refused, number 2, is no turn.
+            assert trained_turns(await stack.close(key)) == [[0, 1], [3]]
+        else:
+            with pytest.raises(Exception, match="maximum context length") as overflow:
+                await AGENTS[agent](configuration(key), QUESTIONS[:1])
+            assert error in [kind.__name__ for kind in type(overflow.value).__mro__]
+            assert trained_turns(await stack.close(key)) == [[0, 1]]
