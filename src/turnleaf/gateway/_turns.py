@@ -216,8 +216,9 @@ class Turns:
         if room < 1:
             raise RequestError(
                 400,
+                # Clients look for these words where they cannot see the code.
                 f"This model's maximum context length is {self._max_context_tokens} tokens, and "
-                f"the messages take {prompt_tokens} of them: shorten the history.",
+                f"the messages take {prompt_tokens}: the prompt is too long; shorten the history.",
                 code="context_length_exceeded",
                 param="messages",
             )
