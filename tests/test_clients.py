@@ -188,6 +188,25 @@ async def test_a_thinking_conversation(agent: str) -> None:
         assert what in cell.split(" or ")  # versions differ, and so does streaming
 
 
+async def test_without_thinking_only_what_is_rewritten_has_a_leaf_of_its_own() -> None:
+    script = {
+        agent: [{"text": text.partition("</think>\n\n")[2]} for text in replies(agent)]
+        for agent in AGENTS
+    }
+    async with running_gateway(script, template="qwen2_5") as stack:
+
+        async def converse(agent: str) -> None:
+            key = await stack.open(agent)
+            assert await AGENTS[agent](configuration(key), QUESTIONS) == ANSWERS, agent
+            rewrites = agent.startswith("smolagents")
+            expected = [[0], [1], [2], [3]] if rewrites else [[0, 1, 2, 3]]
+            assert trained_turns(await stack.close(key)) == expected, agent
+
+        async with anyio.create_task_group() as tasks:
+            for agent in AGENTS:
+                tasks.start_soon(converse, agent)
+
+
 async def test_all_at_once_against_a_worker_process() -> None:
     script = {agent: [{"text": text} for text in replies(agent)] for agent in AGENTS}
     stop_token_id = tokenizer().encode("<|im_end|>")[0]
