@@ -1,18 +1,26 @@
 """The clients that people build agents with, in real conversations: docs/clients.md as it is."""
 
+import contextlib
 import gc
+import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import anyio
+import anyio.abc
 import numpy as np
 import pytest
+from anyio.abc import SocketStream
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.client_agents import AGENTS, PAGE
 from tests.gateway_stack import Recorder, checkpoint, running_gateway, tokenizer
+from tests.waiting import until
 from turnleaf.adapters.mock import ScriptedEngine, compare, serve_engine
 from turnleaf.core import Background, Gateway, Key, Leaf, Rollout, Trajectory, run_rollout
 from turnleaf.gateway import WorkerConfig, run_worker
@@ -270,6 +278,73 @@ async def test_every_client_waits_while_the_engine_has_trouble() -> None:
         async with anyio.create_task_group() as tasks:
             for agent in AGENTS:
                 tasks.start_soon(converse, agent)
+
+
+@asynccontextmanager
+async def first_connection_cut(
+    base_url: str, when: Callable[[], Awaitable[None]] | None
+) -> AsyncIterator[str]:
+    """Another address for `base_url`, whose first connection ends without a word to the client:
+    when `when` returns, or once there is a reply."""
+    address = urlsplit(base_url)
+    connections = itertools.count()
+
+    async def forward(client: SocketStream) -> None:
+        number = next(connections)
+        upstream = await anyio.connect_tcp(address.hostname, address.port)
+        async with client, upstream, anyio.create_task_group() as tasks:
+
+            async def cut() -> None:
+                await when()
+                tasks.cancel_scope.cancel()
+
+            async def pump(source: SocketStream, sink: SocketStream, *, lose: bool) -> None:
+                with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                    async for data in source:
+                        if lose:
+                            break
+                        await sink.send(data)
+                tasks.cancel_scope.cancel()
+
+            if number == 0 and when is not None:
+                tasks.start_soon(cut)
+            tasks.start_soon(partial(pump, client, upstream, lose=False))
+            tasks.start_soon(partial(pump, upstream, client, lose=number == 0))
+
+    async def serve(*, task_status: anyio.abc.TaskStatus[int]) -> None:
+        async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
+            task_status.started(listener.extra(anyio.abc.SocketAttribute.local_port))
+            await listener.serve(forward)
+
+    async with anyio.create_task_group() as tasks:
+        yield f"http://127.0.0.1:{await tasks.start(serve)}{address.path}"
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("lost", ["while the engine works", "with the reply"])
+async def test_a_reply_lost_on_the_way_is_had_by_the_retry(lost: str) -> None:
+    script = {
+        agent: [{"text": text, "delay": 0 if at else 0.2} for at, text in enumerate(replies(agent))]
+        for agent in AGENTS
+    }
+    async with running_gateway(script, retry_grace=30.0) as stack:
+
+        async def converse(agent: str) -> None:
+            key = await stack.open(agent)
+
+            async def at_work() -> None:
+                await until(lambda: agent in [call.routing_key for call in stack.engine.calls])
+
+            when = at_work if lost == "while the engine works" else None
+            async with first_connection_cut(key.base_url, when) as base_url:
+                told = {**configuration(key), "base_url": base_url}
+                assert await AGENTS[agent](told, QUESTIONS) == ANSWERS, agent
+            assert trained_turns(await stack.close(key)) == leaves_of(agent), agent
+
+        async with anyio.create_task_group() as tasks:
+            for agent in AGENTS:
+                tasks.start_soon(converse, agent)
+        assert len(stack.engine.calls) == 4 * len(AGENTS)
 
 
 async def test_no_client_repeats_what_is_refused_for_good() -> None:
