@@ -149,3 +149,18 @@ async def test_after_an_interruption_no_call_begins_for_a_while(
         assert len(played.requests) == 1
     assert anyio.current_time() - began >= 0.1
     assert sorted(map(len, replies)) == [1, 2]
+
+
+async def test_a_call_that_waited_for_long_survives_its_first_interruption(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_continuing, "PATIENCE", 0.05)
+
+    @attrs.define
+    class Queueing(Played):
+        async def generate(self, request: EngineRequest, *, stop: anyio.Event) -> EngineReply:
+            await anyio.sleep(0.1)
+            return await Played.generate(self, request, stop=stop)
+
+    reply = await generate(Queueing([part([]), part([5], "stop")]))
+    assert reply.output.tolist() == [5]

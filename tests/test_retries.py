@@ -198,3 +198,48 @@ async def test_a_key_that_closes_ends_what_waits_for_a_retry() -> None:
             trajectory = await stack.close(key, aborted=True)
             assert (await again).status_code == 401
     assert [turn.excluded for turn in trajectory.turns] == ["aborted"]
+
+
+async def test_a_retry_of_what_was_refused_takes_no_siblings_turn() -> None:
+    script = [{"text": "four"}, {"text": "x", "mismatch": True}, {"text": "IV"}]
+    async with running_gateway(script, retry_grace=20) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            assert said(await post(http, key)) == "four"
+            assert (await post(http, key)).status_code == 502
+            assert said(await post(http, key, retry=1)) == "IV"
+        await stack.close(key)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.5])
+async def test_two_retries_take_two_turns(delay: float) -> None:
+    script = [{"text": "four", "delay": delay}, {"text": "IV", "delay": delay}]
+    async with running_gateway(script, retry_grace=20) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            first = [asyncio.ensure_future(post(http, key)) for _ in range(2)]
+            await until(lambda: len(stack.engine.calls) == 2)
+            if not delay:
+                await asyncio.gather(*first)
+            again = await asyncio.gather(*(post(http, key, retry=1) for _ in range(2)))
+            asked = await asyncio.gather(*first)
+        assert (
+            {said(reply) for reply in again} == {said(reply) for reply in asked} == {"four", "IV"}
+        )
+        assert len(stack.engine.calls) == 2
+        await stack.close(key)
+
+
+async def test_a_lost_turn_that_the_history_shows_is_no_retrys() -> None:
+    script = [SLOW, {"text": "sure"}, {"text": "IV"}]
+    async with running_gateway(script, retry_grace=20) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            await lose(stack, http, key)
+            await until(lambda: len(stack.engine.ledger) == 1)
+            shown = {"role": "assistant", "content": "four"}
+            more = [*BODY["messages"], shown, {"role": "user", "content": "Sure?"}]
+            assert said(await post(http, key, {**BODY, "messages": more})) == "sure"
+            assert said(await post(http, key)) == "IV"
+        trajectory = await stack.close(key)
+    assert [turn.excluded for turn in trajectory.turns] == [None, None, None]

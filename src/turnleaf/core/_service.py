@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Self, TypeVar, TypeVarTuple
+from typing import Any, Self, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
@@ -67,6 +67,7 @@ class Service:
         self._lock = threading.Lock()
         self._started: _Started | None = None
         self._closed = False
+        self._waited_for: set[concurrent.futures.Future[Any]] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -131,11 +132,11 @@ class Service:
     def close(self) -> None:
         """Cancel what runs, wait for the clean-ups and end the thread; once closed it stays so."""
         self._refuse_here()
+        if self._started is not None and self._started.pid != os.getpid():
+            return  # of the process that this one was forked from, with all that ran in it
         with self._lock:
             started, closed_before = self._started, self._closed
             self._closed = True
-            if started is not None and started.pid != os.getpid():
-                return  # of the process that this one was forked from, with all that ran in it
             if started is not None and not closed_before:
                 with contextlib.suppress(RuntimeError):  # it was ended from within
                     started.portal.call(started.portal.stop, True)
@@ -158,9 +159,12 @@ class Service:
             if self._started is None or self._started.pid != os.getpid():
                 self._started = self._start()
             try:
-                return self._started.portal.start_task_soon(function, *args)
+                future = self._started.portal.start_task_soon(function, *args)
             except RuntimeError:
                 raise self._gone() from None
+            self._waited_for.add(future)
+        future.add_done_callback(self._waited_for.discard)
+        return future
 
     @property
     def closed(self) -> bool:
@@ -205,6 +209,11 @@ class Service:
                     ready.set_exception(error)
             finally:
                 served.set()
+                # A loop that is ended from within leaves tasks that never began.
+                with self._lock:
+                    left = tuple(self._waited_for)
+                for future in left:
+                    future.cancel()
 
         # A daemon: for any other thread the interpreter would wait before it runs `close`.
         thread = threading.Thread(target=serve, name="turnleaf", daemon=True)

@@ -2,7 +2,6 @@
 
 import hashlib
 import time
-from collections.abc import Callable
 
 import anyio
 import attrs
@@ -24,14 +23,19 @@ def identity_of(body: bytes, *, trained: bool) -> bytes:
 class Asked:
     """A turn that was asked for, under way or over.
 
-    waiting: how many connections wait for its reply. lost_at: `time.monotonic` of when the last of
-    them was lost; None while one waits, and once the reply was delivered.
+    waiting: how many connections wait for its reply. given: to how many it was given. lost_at:
+    `time.monotonic` of when the last of them was lost; None while one waits, and once the reply was
+    delivered. refused_at: the same of when it was refused. unretried: how many connections were
+    told so, each of which may come with a retry.
     """
 
     identity: bytes
     waiting: int = attrs.field(init=False, default=0)
+    given: int = attrs.field(init=False, default=0)
     delivered: bool = attrs.field(init=False, default=False)
     lost_at: float | None = attrs.field(init=False, default=None)
+    refused_at: float | None = attrs.field(init=False, default=None)
+    unretried: int = attrs.field(init=False, default=0)
     outcome: Completion | RequestError | None = attrs.field(init=False, default=None)
     done: anyio.Event = attrs.field(init=False, factory=anyio.Event)
     _changed: anyio.Event = attrs.field(init=False, factory=anyio.Event)
@@ -39,12 +43,15 @@ class Asked:
     def finish(self, outcome: Completion | RequestError) -> None:
         """The turn is over."""
         self.outcome = outcome
+        if isinstance(outcome, RequestError):
+            self.refused_at, self.unretried = time.monotonic(), self.waiting
         self.done.set()
         self._notify()
 
     def take(self) -> None:
         """One more connection waits for the reply."""
         self.waiting += 1
+        self.given += 1
         self.lost_at = None
         self._notify()
 
@@ -54,6 +61,11 @@ class Asked:
         self.delivered = self.delivered or delivered
         if not self.waiting and not self.delivered:
             self.lost_at = time.monotonic()
+        self._notify()
+
+    def deliver(self) -> None:
+        """The agent has the reply, as a later request of its shows."""
+        self.delivered, self.lost_at = True, None
         self._notify()
 
     async def abandoned(self, grace: float) -> None:
@@ -84,35 +96,43 @@ class AskedTurns:
         self._asked.append(asked)
         return asked
 
+    def deliver(self, turn_id: str) -> None:
+        """A later request shows that the agent has the turn's reply."""
+        for asked in self._asked:
+            if isinstance(asked.outcome, Completion) and asked.outcome.id == turn_id:
+                asked.deliver()
+
     def claim(self, identity: bytes, *, marked: bool) -> Asked | None:
         """What a request that may be a retry is to be given, if anything.
 
         The oldest identical turn whose connection was lost, whether it is over or not. Else, when
-        the request is marked as a retry: the oldest one under way, whose loss may show only later,
-        or the latest one that was delivered. What was refused is claimed by nothing.
+        the request is marked as a retry: nothing, if it may be that of one that was refused; the
+        oldest one under way, whose loss may show only later; the latest one that was delivered.
+        Of several, one that was given less often.
         """
         self._forget()
         same = [asked for asked in self._asked if asked.identity == identity]
-
-        def first(condition: Callable[[Asked], bool]) -> Asked | None:
-            return next(filter(condition, same), None)
-
-        lost = first(lambda asked: asked.lost_at is not None)
-        if lost is not None or not marked:
-            return lost
-        under_way = first(lambda asked: not asked.done.is_set())
-        if under_way is not None:
-            return under_way
-        return next((asked for asked in reversed(same) if asked.delivered), None)
+        for asked in same:
+            if asked.lost_at is not None and asked.refused_at is None:
+                return asked
+        if not marked:
+            return None
+        for asked in same:
+            if asked.unretried:
+                asked.unretried -= 1
+                return None
+        under_way = [asked for asked in same if not asked.done.is_set()]
+        delivered = [asked for asked in reversed(same) if asked.delivered]
+        return min(under_way or delivered, key=lambda asked: asked.given, default=None)
 
     def _forget(self) -> None:
-        now = time.monotonic()
+        oldest = time.monotonic() - self._grace
         delivered = [asked for asked in self._asked if asked.delivered and not asked.waiting]
         old = set(map(id, delivered[:-REMEMBERED]))
         self._asked = [
             asked
             for asked in self._asked
             if id(asked) not in old
-            and not isinstance(asked.outcome, RequestError)
-            and (asked.lost_at is None or now < asked.lost_at + self._grace)
+            and (asked.lost_at is None or asked.lost_at > oldest)
+            and (asked.refused_at is None or asked.refused_at > oldest)
         ]

@@ -86,7 +86,12 @@ async def child_process(
     # no child watcher.
     command = [sys.executable, "-P", "-m", module]
     process = subprocess.Popen(  # noqa: ASYNC220  # starting one takes a few milliseconds
-        command, stdin=PIPE, stdout=PIPE, start_new_session=True
+        command,
+        stdin=PIPE,
+        stdout=PIPE,
+        start_new_session=True,
+        # Unbuffered, so that closing a pipe waits for no thread that reads it.
+        bufsize=0,
     )
     try:
         ready = await _start(process, module, config, ready_timeout)
@@ -125,8 +130,8 @@ def _greeted(process: "subprocess.Popen[bytes]", module: str, line: bytes) -> di
     assert process.stdin is not None  # noqa: S101  # both are pipes
     assert process.stdout is not None  # noqa: S101
     try:
-        process.stdin.write(line)
-        process.stdin.flush()
+        while line:
+            line = line[process.stdin.write(line) or 0 :]
     except OSError:
         return None
     while True:
@@ -151,6 +156,8 @@ async def _ended(process: "subprocess.Popen[bytes]") -> int:
         descriptor = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
     except ProcessLookupError:  # it has ended, and its exit code is taken
         return process.wait()
+    except OSError:  # a kernel, or a sandbox, that has none
+        descriptor = None
     if descriptor is None:
         while process.poll() is None:  # noqa: ASYNC110  # nothing tells of it there
             await anyio.sleep(_LOOK)
@@ -167,9 +174,9 @@ async def _end(process: "subprocess.Popen[bytes]", module: str) -> None:
     assert process.stdout is not None  # noqa: S101
     try:
         process.stdin.write(b"\n")
-        process.stdin.close()
     except OSError:
         logger.debug("%s had closed its stdin", module)
+    process.stdin.close()
     for grace, end in (
         (_CLOSING_GRACE, process.terminate),
         (_TERMINATION_GRACE, process.kill),

@@ -165,6 +165,7 @@ class Turns:
         """The agent has the turn's reply."""
         if record.trajectory.turn(turn_id).excluded == "undelivered":
             record.trajectory.exclude(turn_id, None)
+            record.asked.deliver(turn_id)
 
     async def _prompt(
         self,

@@ -6,10 +6,11 @@ import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import anyio
 
-from turnleaf.core import ContractError, EngineError
+from turnleaf.core import ContractError, EngineError, Purpose
 from turnleaf.gateway._agents_app import agents_app
 from turnleaf.gateway._child import announce, announce_error, read_config, until_stdin_closes
 from turnleaf.gateway._config import ANY_ADDRESS, PORTS, WorkerConfig, routable_address
@@ -79,6 +80,8 @@ async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
         control_url = f"http://{_bracketed(control_host)}:{control_port}"
         announce({"version": 1, "base_url": base_url, "control_url": control_url})
         await until_stdin_closes()
+        for purpose in get_args(Purpose):
+            await keys.close_all(purpose)
 
 
 @contextlib.contextmanager

@@ -35,8 +35,8 @@ class ContinuingEngine:
 
     slime updates weights by aborting every running call. What was sampled until then stands: the
     call goes on behind it, with what is left of its limit, and the reply names the weights that
-    each token was sampled with. For PAUSE seconds after an interruption no call begins: a trainer
-    that empties its engines would have to abort that one, too.
+    each token was sampled with. A call that comes within PAUSE seconds after an interruption waits
+    until then: a trainer that empties its engines would have to abort that one, too.
     """
 
     _engine: Engine
@@ -49,7 +49,7 @@ class ContinuingEngine:
         """
         parts: list[EngineReply] = []
         await self._quiet(stop)
-        last_progress = anyio.current_time()
+        stalled_since: float | None = None
         while True:
             try:
                 reply = await self._engine.generate(_rest(request, parts), stop=stop)
@@ -58,7 +58,9 @@ class ContinuingEngine:
                     raise
                 return _joined(parts)
             if len(reply.output):
-                last_progress = anyio.current_time()
+                stalled_since = None
+            elif stalled_since is None:
+                stalled_since = anyio.current_time()
             if len(reply.output) or not parts:
                 parts.append(reply)
             joined = _joined(parts, ending=reply)
@@ -66,7 +68,7 @@ class ContinuingEngine:
                 return joined
             if len(joined.output) >= request.sampling["max_new_tokens"]:
                 return attrs.evolve(joined, finish_reason="length")
-            if anyio.current_time() - last_progress > PATIENCE:
+            if stalled_since is not None and anyio.current_time() - stalled_since > PATIENCE:
                 raise EngineUnavailable(
                     f"turn {request.turn_id}: the engine has interrupted the call again and again "
                     f"for {PATIENCE:g} s without sampling anything"
