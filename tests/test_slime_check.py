@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import socket
 from collections import Counter
@@ -15,7 +16,7 @@ from turnleaf.adapters.slime._samples import Outcome as SlimeOutcome
 from turnleaf.cli import main
 from turnleaf.cli._app import check_for_slime
 from turnleaf.cli._run import Outcome, Stage
-from turnleaf.cli._setup import Plan
+from turnleaf.cli._setup import MAX_CONFIG, Plan
 from turnleaf.cli._slime_canary import canary_findings
 from turnleaf.cli._slime_check import _agent, _answer, _gateway
 from turnleaf.cli._slime_report import flags
@@ -280,6 +281,111 @@ def test_rows_without_a_prompt_and_files_without_rows_are_found():
 def test_a_file_that_is_not_read_is_named(name, reason):
     with pytest.raises(ContractError, match=f"{name}: {reason}"):
         check_rows(Path(name))
+
+
+@pytest.mark.parametrize("end", ["\r", "\n", "\r\n"])
+def test_lines_end_where_slime_ends_them(end):
+    wrong = '{"prompt": "Hi", "metadata": {"payload": "\u2028\x85"}}'
+    Path("rows.jsonl").write_bytes(end.join([json.dumps(ROW), wrong]).encode())
+    rows = check_rows(Path("rows.jsonl"))
+    assert (rows.total, rows.wrong) == (2, 1)
+    assert rows.findings()[1].text.startswith("line 2: the payload is")
+
+
+def test_rows_whose_reward_model_is_no_text_are_found():
+    payload = ROW["metadata"]
+    write_rows(*(ROW | {"metadata": payload | {"rm_type": t}} for t in ("math", None, 5, ["math"])))
+    good, warning = check_rows(Path("rows.jsonl")).findings()
+    assert (good.verdict, warning.verdict) == ("good", "warning")
+    assert warning.text.startswith("lines 3–4: `rm_type` of `metadata` is no text")
+
+
+def test_a_line_without_an_end_is_refused(monkeypatch):
+    monkeypatch.setattr("turnleaf.adapters.slime._check_rows.MAX_LINE", 100)
+    Path("rows.jsonl").write_text(f"{json.dumps(ROW)}\n{'0' * 101}\n")
+    with pytest.raises(ContractError, match=r"rows\.jsonl, line 2: has more than 100 characters"):
+        check_rows(Path("rows.jsonl"))
+
+
+# What is no file
+
+
+def place(name, kind):
+    if kind == "pipe":
+        os.mkfifo(name)
+    elif kind == "device":
+        Path(name).symlink_to("/dev/zero")
+    elif kind == "folder":
+        Path(name).mkdir()
+    elif kind == "loop":
+        Path(name).symlink_to(name)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "rows.jsonl"])
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("pipe", "is a pipe or a device; write what it gives to a file"),
+        ("device", "is a pipe or a device; write what it gives to a file"),
+        ("folder", "cannot be read: Is a directory"),
+        ("loop", "cannot be read: Too many levels of symbolic links"),
+        ("nothing", "cannot be read: No such file or directory"),
+    ],
+)
+def test_what_is_no_file_is_not_waited_for(name, kind, reason, capfd):
+    write_config()
+    write_rows()
+    Path(name).unlink()
+    place(name, kind)
+    assert check() == 2
+    out, err = capfd.readouterr()
+    assert (out, f"{name}: {reason}" in err) == ("", True)
+
+
+@pytest.mark.parametrize(
+    "name", ["\0.jsonl", "~nobody-of-that-name/rows.jsonl", "a" * 300 + ".jsonl"]
+)
+def test_a_name_that_no_file_can_have_is_refused(name):
+    with pytest.raises(ContractError, match="cannot be read: "):
+        check_rows(Path(name))
+
+
+def test_what_is_too_large_for_a_configuration_is_not_parsed(capfd):
+    write_rows()
+    Path("config.yaml").write_text(f"a: {'0' * MAX_CONFIG}")
+    assert check() == 2
+    assert "--config config.yaml: has more than 1,048,576 bytes; is that" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("2020-13-45", "2020-01-01T00:00:00+99:99", "9" * 5000, "!!int ''", "!!int a"),
+        *("!!bool a", "!!timestamp a", "!!float a"),
+    ],
+)
+def test_a_value_that_yaml_cannot_convert_is_told_with_its_line(value, capfd):
+    write_rows()
+    Path("config.yaml").write_text(f"gateway_port: 0\na: {value}\n")
+    assert check() == 2
+    _, err = capfd.readouterr()
+    assert "--config config.yaml, line 2: not YAML: '" in err
+    assert "if it is text, put it in quotes" in err
+    assert len(err) < 300
+
+
+def test_a_configuration_that_nests_too_deeply_is_refused(capfd):
+    write_rows()
+    Path("config.yaml").write_text("a: " + "[" * 3000 + "]" * 3000)
+    assert check() == 2
+    assert "--config config.yaml: nests too deeply to be read" in capfd.readouterr().err
+
+
+def test_a_configuration_with_a_control_character_is_refused_in_one_line(capfd):
+    write_rows()
+    Path("config.yaml").write_text("a: \0\n")
+    assert check() == 2
+    assert re.fullmatch(r"[^\n]*not YAML: unacceptable character[^\n]*\n", capfd.readouterr().err)
 
 
 # The addresses
