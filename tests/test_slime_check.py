@@ -5,6 +5,7 @@ import socket
 from collections import Counter
 from pathlib import Path
 
+import attrs
 import pytest
 import yaml
 
@@ -15,6 +16,7 @@ from turnleaf.adapters.slime._check_rows import SHOWN, check_rows
 from turnleaf.adapters.slime._samples import Outcome as SlimeOutcome
 from turnleaf.cli import main
 from turnleaf.cli._app import check_for_slime
+from turnleaf.cli._document import json_result
 from turnleaf.cli._run import Outcome, Stage
 from turnleaf.cli._setup import MAX_CONFIG, Plan
 from turnleaf.cli._slime_canary import canary_findings
@@ -568,6 +570,57 @@ def test_the_agent_of_the_page_runs(capfd, tmp_path):
         assert check("--canary", "--json") == 0
     canary = json.loads(capfd.readouterr().out)["canary"]
     assert (canary["model_calls"], canary["reward"], canary["requests"]) == (1, 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        ("nest(100_000)", "{'reward': 1.0, 'x': {'a': {'a': {'a': {"),
+        ("Exits()", "<dict that cannot be printed>"),
+        ("10 ** 5000", "<dict that cannot be printed>"),
+        ("float('nan')", "{'reward': 1.0, 'x': nan}"),
+    ],
+)
+def test_a_result_that_is_not_json_is_told_as_far_as_it_prints(result, told, capfd):
+    write_agent(f"return {{'reward': 1.0, 'x': {result}}}")
+    with Path("agent.py").open("a") as agent:
+        agent.write(
+            "class Exits:\n"
+            "    def __repr__(self):\n"
+            "        raise SystemExit\n"
+            "def nest(depth, inner=()):\n"
+            "    for _ in range(depth):\n"
+            "        inner = {'a': inner}\n"
+            "    return inner\n"
+        )
+    write_config()
+    write_rows()
+    assert check("--canary", "--json") == 1  # no call of the model
+    document = json.loads(capfd.readouterr().out, parse_constant=pytest.fail)
+    assert document["canary"]["result"].startswith(told)
+    assert document["findings"][-1]["text"].startswith(f"it returned {told}")
+
+
+def test_a_deep_result_is_json_or_text_but_never_too_deep_to_be_written():
+    texts, result = 0, []
+    for _ in range(1000):
+        result = [result]
+        rollout = Rollout(name="r", trajectory=Trajectory(), status="completed", result=result)
+        told = json_result(Outcome(rollout, None, None, NOTHING))
+        json.dumps({"canary": {"result": told}})
+        texts += isinstance(told, str)
+    assert 0 < texts < 1000
+
+
+def test_a_deep_result_keeps_no_piece_of_the_key():
+    rollout = Rollout(name="r", trajectory=Trajectory(), status="completed")
+    deep = []
+    for _ in range(10_000):
+        deep = [deep]
+    key = Key(id="key", base_url="http://10.0.0.1:9090/v1", secret="tl-" + "k" * 300)
+    rollout = attrs.evolve(rollout, result={"key": key.secret, "x": deep})
+    printed = Outcome(rollout, None, key, NOTHING).printed_result
+    assert printed.startswith("{'key': '[api_key]', 'x': [[[")
 
 
 NOTHING = Requests(0, Counter())
