@@ -17,6 +17,7 @@ from turnleaf.adapters.slime._samples import Outcome as SlimeOutcome
 from turnleaf.cli import main
 from turnleaf.cli._app import check_for_slime
 from turnleaf.cli._document import json_result
+from turnleaf.cli._notes import is_this_machine, unreachable
 from turnleaf.cli._run import Outcome, Stage
 from turnleaf.cli._setup import MAX_CONFIG, Plan
 from turnleaf.cli._slime_canary import canary_findings
@@ -414,6 +415,20 @@ async def test_a_name_that_is_not_known_has_a_remedy_of_its_own(monkeypatch):
     [found] = await _agent(Settings(rollout_session_backend=backend))
     assert found.text == "the name agent.internal of http://agent.internal is not known here"
     assert "name resolution" in found.remedy
+
+
+@pytest.mark.anyio
+async def test_an_address_that_can_be_none_is_no_address():
+    for url, told in (
+        ("http://é..x:80", "the name é..x of http://é..x:80 is not known here"),
+        ("http://[::1", None),
+        ("http://host:99999", None),
+        (5, None),
+    ):
+        settings = Settings(rollout_session_backend={"backend": "a.B", "url": url})
+        assert [found.text for found in await _agent(settings)] == [told][: told is not None]
+        assert unreachable(attrs.evolve(settings, gateway_host="10.0.0.1")) is None
+    assert not is_this_machine("é..x")
 
 
 @pytest.mark.anyio

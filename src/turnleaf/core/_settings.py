@@ -82,8 +82,16 @@ def _is_host(value: Any) -> bool:
     try:
         ipaddress.ip_address(value)
     except ValueError:
-        return len(value) <= 253 and _HOST_NAME.fullmatch(value) is not None
+        return _HOST_NAME.fullmatch(value) is not None and _is_name_on_the_wire(value)
     return True
+
+
+def _is_name_on_the_wire(host: str) -> bool:
+    """Whether DNS takes a name in its form without accents, which may be longer."""
+    try:
+        return len(host.encode("idna")) <= 253
+    except UnicodeError:
+        return False
 
 
 def _is_backend(value: Any) -> bool:
