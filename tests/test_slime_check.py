@@ -616,6 +616,17 @@ def test_a_result_that_is_not_json_is_told_as_far_as_it_prints(result, told, cap
     assert document["findings"][-1]["text"].startswith(f"it returned {told}")
 
 
+def test_a_canary_that_ends_the_event_loop_is_a_finding(capfd):
+    write_agent("[task.cancel() for task in asyncio.all_tasks() - {asyncio.current_task()}]")
+    Path("agent.py").write_text(f"import asyncio\n{Path('agent.py').read_text()}")
+    write_config()
+    write_rows()
+    assert check("--canary", "--json") == 1
+    document = json.loads(capfd.readouterr().out)
+    assert [found["check"] for found in document["findings"]] == ["config", "rows", "canary"]
+    assert "event loop was ended from within" in document["findings"][-1]["text"]
+
+
 def test_a_deep_result_is_json_or_text_but_never_too_deep_to_be_written():
     texts, result = 0, []
     for _ in range(1000):

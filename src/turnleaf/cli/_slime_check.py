@@ -15,7 +15,7 @@ from turnleaf.cli._notes import agent_address, is_loopback, is_this_machine
 from turnleaf.cli._run import Outcome, Stage, prepared
 from turnleaf.cli._setup import Plan, check_engine, read_yaml
 from turnleaf.cli._slime_canary import canary_findings
-from turnleaf.core import ContractError, GatewayError, Service, Settings
+from turnleaf.core import ContractError, GatewayError, Service, ServiceError, Settings
 from turnleaf.sessions._reaching import is_nameless, reason
 
 __all__ = ["CheckOptions", "Report", "check"]
@@ -69,7 +69,12 @@ def check(options: CheckOptions, service: Service) -> Report:
     report = Report(
         (*configuration.findings, *rows.findings()), rows, scripted=options.engine is None
     )
-    return service.call(_with_services, report, configuration, options, service)
+    try:
+        return service.call(_with_services, report, configuration, options, service)
+    except ServiceError as error:
+        # The agent's doing; what was found before stands.
+        finding = Finding("canary", "bad", str(error))
+        return attrs.evolve(report, findings=(*report.findings, finding))
 
 
 async def _with_services(

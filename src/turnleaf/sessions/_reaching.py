@@ -12,8 +12,8 @@ def reason(error: BaseException) -> str:
     chain = _chain(error)
     # Before the system's errors: TLS numbers its own from 1, too.
     tls = [one for one in chain if isinstance(one, ssl.SSLError)]
-    for one in tls:
-        said = getattr(one, "verify_message", None) or getattr(one, "reason", None)
+    for failure in tls:
+        said = getattr(failure, "verify_message", None) or getattr(failure, "reason", None)
         if said:
             return f"TLS failed: {said.replace('_', ' ').lower()}"
     if tls:
@@ -21,7 +21,7 @@ def reason(error: BaseException) -> str:
     for one in chain:
         if isinstance(one, socket.gaierror):
             return "the name is not known"
-        if isinstance(one, OSError) and isinstance(one.errno, int):
+        if isinstance(one, OSError) and one.errno is not None:
             return os.strerror(one.errno).lower()
     return str(error) or type(error).__name__
 
