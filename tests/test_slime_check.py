@@ -1,3 +1,4 @@
+import datetime as dt
 import json
 import os
 import re
@@ -180,7 +181,65 @@ def test_the_toolkits_session_class_is_recognised():
     assert "docs/from-agentcore-rl-toolkit.md" in found.remedy
 
 
+def nested(wrap, depth):
+    value = wrap(())
+    for _ in range(depth):
+        value = wrap(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(16**6000, id="more digits than Python prints"),
+        pytest.param(nested(lambda inner: [inner], 960), id="deep lists"),
+        pytest.param(nested(lambda inner: {"a": inner}, 960), id="deep mappings"),
+        pytest.param("9" * 10_000, id="long"),
+        *("\ud800", "http://é..x", "http://[::1", float("nan"), 10**400, {1: 2}, {"a.b": 1}, b"a"),
+        *(dt.date(2020, 1, 1), "..:a", "os.path", {"backend": 5}),
+    ],
+)
+def test_no_value_breaks_the_check(value):
+    write_agent("return {}")
+    http = {"backend": "turnleaf.sessions.HttpSession", "url": "http://127.0.0.1:1"}
+    names = [
+        (field.metadata.get("section", "") + field.name).split(".")
+        for field in attrs.fields(Settings)
+    ]
+    for path in [*names, ["turnleaf"], ["lr"], ["acr_timeout"]]:
+        setting = value
+        for name in reversed(path):
+            setting = {name: setting}
+        assert_finds({"rollout_session_backend": LOCAL} | setting)
+    for name in ("backend", "target", "agentcore_runtime_arn"):
+        assert_finds({"rollout_session_backend": LOCAL | {name: value}})
+    for name in ("url", "timeout", "connect_timeout", "max_response_bytes"):
+        assert_finds({"rollout_session_backend": http | {name: value}})
+    if not isinstance(value, list | dict):
+        assert_finds({"rollout_session_backend": LOCAL, value: 1})
+        assert_finds({"rollout_session_backend": LOCAL, "turnleaf": {value: 1}})
+        assert_finds({"rollout_session_backend": LOCAL | {value: 1}})
+
+
+def assert_finds(mapping):
+    found = check_configuration(mapping).findings
+    assert found
+    assert all(len(finding.text) < 2100 for finding in found)
+
+
 # The rows
+
+
+@pytest.mark.parametrize("start", ['{"a":', "["])
+def test_no_depth_of_a_row_breaks_the_check(start):
+    end = {"{": "}", "[": "]"}[start[0]]
+    for depth in range(800, 1000, 5):
+        deep = start * depth + "1" + end * depth
+        lines = (deep, f'{{"metadata": {deep}}}', f'{{"metadata": {{"payload": {deep}}}}}')
+        Path("rows.jsonl").write_text("\n".join(lines))
+        rows = check_rows(Path("rows.jsonl"))
+        assert (rows.total, rows.wrong) == (3, 3)
+        assert all(len(finding.text) < 300 for finding in rows.findings())
 
 
 @pytest.mark.parametrize(

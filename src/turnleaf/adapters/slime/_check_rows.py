@@ -11,7 +11,7 @@ import attrs
 
 from turnleaf.adapters.slime._check_files import regular_file
 from turnleaf.adapters.slime._findings import Finding
-from turnleaf.core import ContractError, PayloadError, checked_payload
+from turnleaf.core import ContractError, PayloadError, checked_payload, excerpt
 
 __all__ = ["Rows", "check_rows"]
 
@@ -201,7 +201,7 @@ def _object(line: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise PayloadError(f"is not JSON that slime can read ({error})") from None
     if not isinstance(row, dict):
-        raise PayloadError(f"is {row!r:.{_EXCERPT}}, not a JSON object")
+        raise PayloadError(f"is {excerpt(row, length=_EXCERPT)}, not a JSON object")
     return row
 
 
@@ -209,7 +209,8 @@ def _payload(row: Mapping[str, Any]) -> dict[str, Any]:
     metadata = row.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise PayloadError(
-            f"`metadata` is {metadata!r:.{_EXCERPT}}, not a JSON object that holds the payload"
+            f"`metadata` is {excerpt(metadata, length=_EXCERPT)}, not a JSON object that holds the "
+            "payload"
         )
     if "turnleaf" in metadata:
         raise PayloadError(
