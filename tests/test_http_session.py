@@ -4,11 +4,13 @@ import json
 import logging
 import re
 import socket
+import struct
 import traceback
 from pathlib import Path
 
 import anyio
 import pytest
+from anyio.abc import SocketAttribute
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -129,7 +131,7 @@ async def server(answer):
 
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, handle)
-        yield f"http://127.0.0.1:{listener.extra(anyio.abc.SocketAttribute.local_port)}"
+        yield f"http://127.0.0.1:{listener.extra(SocketAttribute.local_port)}"
         tasks.cancel_scope.cancel()
 
 
@@ -261,13 +263,41 @@ async def test_the_environments_proxy_is_not_used(monkeypatch):
 
 async def test_no_agent_there_says_how_to_start_one():
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(SessionError, match=f"{url}/invocations: start one there .python agent.py"):
+    with pytest.raises(
+        SessionError, match=f"{url}/invocations: start one there .python agent.py.*n refused.$"
+    ):
         await run(url)
 
 
 async def test_an_unknown_host_is_infrastructure():
-    with pytest.raises(SessionError, match=r"no agent can be reached at http://agent\.invalid"):
+    with pytest.raises(SessionError, match=r"at http://agent\.invalid/.*: its name is not known"):
         await run("http://agent.invalid")
+
+
+async def test_an_agent_without_tls_behind_https_is_told_so():
+    async def handle(stream):
+        async with stream:
+            await stream.receive()
+            await stream.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1", local_port=0)
+    url = f"https://127.0.0.1:{listener.extra(SocketAttribute.local_port)}"
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, handle)
+        with pytest.raises(SessionError, match=r"\(TLS failed: [a-z ]+\)$"):
+            await run(url)
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_connection_that_is_reset_is_told_in_words():
+    async def reset(stream, request):
+        stream.extra(SocketAttribute.raw_socket).setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
+
+    async with server(reset) as url:
+        with pytest.raises(SessionError, match="broke before its result: connection reset by peer"):
+            await run(url)
 
 
 @pytest.mark.parametrize(
@@ -379,6 +409,8 @@ async def test_running_outside_of_the_session_is_refused():
         ({"url": "ftp://host"}, "not the address of an agent"),
         ({"url": "http://"}, "not the address of an agent"),
         ({"url": "http://host:99999"}, "not the address of an agent"),
+        ({"url": "http://é..x:80/"}, "not the address of an agent"),
+        ({"url": f"http://{'é' * 63}"}, "not the address of an agent"),
         ({"url": "http://[::1"}, "not the address of an agent"),
         ({"url": "http://host /x"}, "not the address of an agent"),
         ({"url": "http://user:word@host"}, "no user name, query or fragment"),

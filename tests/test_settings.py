@@ -101,6 +101,8 @@ def test_an_empty_section_changes_nothing(text: str) -> None:
         ('gateway_host: "a\\0b"', "gateway_host", r"'a\x00b'", "a host name"),
         ("gateway_host: x:80", "gateway_host", "'x:80'", "a host name"),
         ("gateway_host: a..b", "gateway_host", "'a..b'", "a host name"),
+        (f"gateway_host: {'ü' * 60}", "gateway_host", "'üü", "a host name"),
+        ("gateway_host: xn--ü", "gateway_host", "'xn--ü'", "a host name"),
         ("max_rollout_time: 0", "max_rollout_time", "0", "a number above 0"),
         ("max_rollout_time: .inf", "max_rollout_time", "inf", "a number above 0"),
         ("max_rollout_time: .nan", "max_rollout_time", "nan", "a number above 0"),

@@ -1,9 +1,12 @@
+import datetime as dt
 import json
+import os
 import re
 import socket
 from collections import Counter
 from pathlib import Path
 
+import attrs
 import pytest
 import yaml
 
@@ -14,8 +17,10 @@ from turnleaf.adapters.slime._check_rows import SHOWN, check_rows
 from turnleaf.adapters.slime._samples import Outcome as SlimeOutcome
 from turnleaf.cli import main
 from turnleaf.cli._app import check_for_slime
+from turnleaf.cli._document import json_result
+from turnleaf.cli._notes import is_this_machine, unreachable
 from turnleaf.cli._run import Outcome, Stage
-from turnleaf.cli._setup import Plan
+from turnleaf.cli._setup import MAX_CONFIG, Plan
 from turnleaf.cli._slime_canary import canary_findings
 from turnleaf.cli._slime_check import _agent, _answer, _gateway
 from turnleaf.cli._slime_report import flags
@@ -176,7 +181,65 @@ def test_the_toolkits_session_class_is_recognised():
     assert "docs/from-agentcore-rl-toolkit.md" in found.remedy
 
 
+def nested(wrap, depth):
+    value = wrap(())
+    for _ in range(depth):
+        value = wrap(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(16**6000, id="more digits than Python prints"),
+        pytest.param(nested(lambda inner: [inner], 960), id="deep lists"),
+        pytest.param(nested(lambda inner: {"a": inner}, 960), id="deep mappings"),
+        pytest.param("9" * 10_000, id="long"),
+        *("\ud800", "http://é..x", "http://[::1", float("nan"), 10**400, {1: 2}, {"a.b": 1}, b"a"),
+        *(dt.date(2020, 1, 1), "..:a", "os.path", {"backend": 5}),
+    ],
+)
+def test_no_value_breaks_the_check(value):
+    write_agent("return {}")
+    http = {"backend": "turnleaf.sessions.HttpSession", "url": "http://127.0.0.1:1"}
+    names = [
+        (field.metadata.get("section", "") + field.name).split(".")
+        for field in attrs.fields(Settings)
+    ]
+    for path in [*names, ["turnleaf"], ["lr"], ["acr_timeout"]]:
+        setting = value
+        for name in reversed(path):
+            setting = {name: setting}
+        assert_finds({"rollout_session_backend": LOCAL} | setting)
+    for name in ("backend", "target", "agentcore_runtime_arn"):
+        assert_finds({"rollout_session_backend": LOCAL | {name: value}})
+    for name in ("url", "timeout", "connect_timeout", "max_response_bytes"):
+        assert_finds({"rollout_session_backend": http | {name: value}})
+    if not isinstance(value, list | dict):
+        assert_finds({"rollout_session_backend": LOCAL, value: 1})
+        assert_finds({"rollout_session_backend": LOCAL, "turnleaf": {value: 1}})
+        assert_finds({"rollout_session_backend": LOCAL | {value: 1}})
+
+
+def assert_finds(mapping):
+    found = check_configuration(mapping).findings
+    assert found
+    assert all(len(finding.text) < 2100 for finding in found)
+
+
 # The rows
+
+
+@pytest.mark.parametrize("start", ['{"a":', "["])
+def test_no_depth_of_a_row_breaks_the_check(start):
+    end = {"{": "}", "[": "]"}[start[0]]
+    for depth in range(800, 1000, 5):
+        deep = start * depth + "1" + end * depth
+        lines = (deep, f'{{"metadata": {deep}}}', f'{{"metadata": {{"payload": {deep}}}}}')
+        Path("rows.jsonl").write_text("\n".join(lines))
+        rows = check_rows(Path("rows.jsonl"))
+        assert (rows.total, rows.wrong) == (3, 3)
+        assert all(len(finding.text) < 300 for finding in rows.findings())
 
 
 @pytest.mark.parametrize(
@@ -282,6 +345,111 @@ def test_a_file_that_is_not_read_is_named(name, reason):
         check_rows(Path(name))
 
 
+@pytest.mark.parametrize("end", ["\r", "\n", "\r\n"])
+def test_lines_end_where_slime_ends_them(end):
+    wrong = '{"prompt": "Hi", "metadata": {"payload": "\u2028\x85"}}'
+    Path("rows.jsonl").write_bytes(end.join([json.dumps(ROW), wrong]).encode())
+    rows = check_rows(Path("rows.jsonl"))
+    assert (rows.total, rows.wrong) == (2, 1)
+    assert rows.findings()[1].text.startswith("line 2: the payload is")
+
+
+def test_rows_whose_reward_model_is_no_text_are_found():
+    payload = ROW["metadata"]
+    write_rows(*(ROW | {"metadata": payload | {"rm_type": t}} for t in ("math", None, 5, ["math"])))
+    good, warning = check_rows(Path("rows.jsonl")).findings()
+    assert (good.verdict, warning.verdict) == ("good", "warning")
+    assert warning.text.startswith("lines 3–4: `rm_type` of `metadata` is no text")
+
+
+def test_a_line_without_an_end_is_refused(monkeypatch):
+    monkeypatch.setattr("turnleaf.adapters.slime._check_rows.MAX_LINE", 100)
+    Path("rows.jsonl").write_text(f"{json.dumps(ROW)}\n{'0' * 101}\n")
+    with pytest.raises(ContractError, match=r"rows\.jsonl, line 2: has more than 100 characters"):
+        check_rows(Path("rows.jsonl"))
+
+
+# What is no file
+
+
+def place(name, kind):
+    if kind == "pipe":
+        os.mkfifo(name)
+    elif kind == "device":
+        Path(name).symlink_to("/dev/zero")
+    elif kind == "folder":
+        Path(name).mkdir()
+    elif kind == "loop":
+        Path(name).symlink_to(name)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "rows.jsonl"])
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("pipe", "is a pipe or a device; write what it gives to a file"),
+        ("device", "is a pipe or a device; write what it gives to a file"),
+        ("folder", "cannot be read: Is a directory"),
+        ("loop", "cannot be read: Too many levels of symbolic links"),
+        ("nothing", "cannot be read: No such file or directory"),
+    ],
+)
+def test_what_is_no_file_is_not_waited_for(name, kind, reason, capfd):
+    write_config()
+    write_rows()
+    Path(name).unlink()
+    place(name, kind)
+    assert check() == 2
+    out, err = capfd.readouterr()
+    assert (out, f"{name}: {reason}" in err) == ("", True)
+
+
+@pytest.mark.parametrize(
+    "name", ["\0.jsonl", "~nobody-of-that-name/rows.jsonl", "a" * 300 + ".jsonl"]
+)
+def test_a_name_that_no_file_can_have_is_refused(name):
+    with pytest.raises(ContractError, match="cannot be read: "):
+        check_rows(Path(name))
+
+
+def test_what_is_too_large_for_a_configuration_is_not_parsed(capfd):
+    write_rows()
+    Path("config.yaml").write_text(f"a: {'0' * MAX_CONFIG}")
+    assert check() == 2
+    assert "--config config.yaml: has more than 1,048,576 bytes; is that" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("2020-13-45", "2020-01-01T00:00:00+99:99", "9" * 5000, "!!int ''", "!!int a"),
+        *("!!bool a", "!!timestamp a", "!!float a"),
+    ],
+)
+def test_a_value_that_yaml_cannot_convert_is_told_with_its_line(value, capfd):
+    write_rows()
+    Path("config.yaml").write_text(f"gateway_port: 0\na: {value}\n")
+    assert check() == 2
+    _, err = capfd.readouterr()
+    assert "--config config.yaml, line 2: not YAML: '" in err
+    assert "if it is text, put it in quotes" in err
+    assert len(err) < 300
+
+
+def test_a_configuration_that_nests_too_deeply_is_refused(capfd):
+    write_rows()
+    Path("config.yaml").write_text("a: " + "[" * 3000 + "]" * 3000)
+    assert check() == 2
+    assert "--config config.yaml: nests too deeply to be read" in capfd.readouterr().err
+
+
+def test_a_configuration_with_a_control_character_is_refused_in_one_line(capfd):
+    write_rows()
+    Path("config.yaml").write_text("a: \0\n")
+    assert check() == 2
+    assert re.fullmatch(r"[^\n]*not YAML: unacceptable character[^\n]*\n", capfd.readouterr().err)
+
+
 # The addresses
 
 
@@ -306,6 +474,20 @@ async def test_a_name_that_is_not_known_has_a_remedy_of_its_own(monkeypatch):
     [found] = await _agent(Settings(rollout_session_backend=backend))
     assert found.text == "the name agent.internal of http://agent.internal is not known here"
     assert "name resolution" in found.remedy
+
+
+@pytest.mark.anyio
+async def test_an_address_that_can_be_none_is_no_address():
+    for url, told in (
+        ("http://é..x:80", "the name é..x of http://é..x:80 is not known here"),
+        ("http://[::1", None),
+        ("http://host:99999", None),
+        (5, None),
+    ):
+        settings = Settings(rollout_session_backend={"backend": "a.B", "url": url})
+        assert [found.text for found in await _agent(settings)] == [told][: told is not None]
+        assert unreachable(attrs.evolve(settings, gateway_host="10.0.0.1")) is None
+    assert not is_this_machine("é..x")
 
 
 @pytest.mark.anyio
@@ -462,6 +644,68 @@ def test_the_agent_of_the_page_runs(capfd, tmp_path):
         assert check("--canary", "--json") == 0
     canary = json.loads(capfd.readouterr().out)["canary"]
     assert (canary["model_calls"], canary["reward"], canary["requests"]) == (1, 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        ("nest(100_000)", "{'reward': 1.0, 'x': {'a': {'a': {'a': {"),
+        ("Exits()", "<dict that cannot be printed>"),
+        ("10 ** 5000", "<dict that cannot be printed>"),
+        ("float('nan')", "{'reward': 1.0, 'x': nan}"),
+    ],
+)
+def test_a_result_that_is_not_json_is_told_as_far_as_it_prints(result, told, capfd):
+    write_agent(f"return {{'reward': 1.0, 'x': {result}}}")
+    with Path("agent.py").open("a") as agent:
+        agent.write(
+            "class Exits:\n"
+            "    def __repr__(self):\n"
+            "        raise SystemExit\n"
+            "def nest(depth, inner=()):\n"
+            "    for _ in range(depth):\n"
+            "        inner = {'a': inner}\n"
+            "    return inner\n"
+        )
+    write_config()
+    write_rows()
+    assert check("--canary", "--json") == 1  # no call of the model
+    document = json.loads(capfd.readouterr().out, parse_constant=pytest.fail)
+    assert document["canary"]["result"].startswith(told)
+    assert document["findings"][-1]["text"].startswith(f"it returned {told}")
+
+
+def test_a_canary_that_ends_the_event_loop_is_a_finding(capfd):
+    write_agent("[task.cancel() for task in asyncio.all_tasks() - {asyncio.current_task()}]")
+    Path("agent.py").write_text(f"import asyncio\n{Path('agent.py').read_text()}")
+    write_config()
+    write_rows()
+    assert check("--canary", "--json") == 1
+    document = json.loads(capfd.readouterr().out)
+    assert [found["check"] for found in document["findings"]] == ["config", "rows", "canary"]
+    assert "event loop was ended from within" in document["findings"][-1]["text"]
+
+
+def test_a_deep_result_is_json_or_text_but_never_too_deep_to_be_written():
+    texts, result = 0, []
+    for _ in range(1000):
+        result = [result]
+        rollout = Rollout(name="r", trajectory=Trajectory(), status="completed", result=result)
+        told = json_result(Outcome(rollout, None, None, NOTHING))
+        json.dumps({"canary": {"result": told}})
+        texts += isinstance(told, str)
+    assert 0 < texts < 1000
+
+
+def test_a_deep_result_keeps_no_piece_of_the_key():
+    rollout = Rollout(name="r", trajectory=Trajectory(), status="completed")
+    deep = []
+    for _ in range(10_000):
+        deep = [deep]
+    key = Key(id="key", base_url="http://10.0.0.1:9090/v1", secret="tl-" + "k" * 300)
+    rollout = attrs.evolve(rollout, result={"key": key.secret, "x": deep})
+    printed = Outcome(rollout, None, key, NOTHING).printed_result
+    assert printed.startswith("{'key': '[api_key]', 'x': [[[")
 
 
 NOTHING = Requests(0, Counter())

@@ -8,9 +8,9 @@ import attrs
 from turnleaf.cli._run import Outcome
 from turnleaf.cli._setup import Plan
 from turnleaf.cli._tokens import spans
-from turnleaf.core import Leaf
+from turnleaf.core import Leaf, is_interrupt
 
-__all__ = ["document", "json_value"]
+__all__ = ["document", "json_result"]
 
 VERSION = 1
 
@@ -27,7 +27,7 @@ def document(plan: Plan, outcome: Outcome) -> str:
                 "reward": rollout.reward,
                 "cause": rollout.cause,
                 "error": error and {"type": type(error).__name__, "message": str(error)},
-                "result": json_value(rollout.result),
+                "result": json_result(outcome),
                 "scripted": plan.scripted,
                 "timings": attrs.asdict(rollout.timings),
                 "trajectory": rollout.trajectory.to_json().decode(),
@@ -49,10 +49,15 @@ def _leaf(leaf: Leaf, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def json_value(result: object) -> object:
+def json_result(outcome: Outcome) -> object:
     """What an agent in this process returned need not be JSON; then it is told as text."""
+    # Nested as deep here as where it will stand, or deeper.
+    nested = [[[[outcome.rollout.result]]]]
     try:
-        json.dumps(result, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        return repr(result)
-    return result
+        # Read back, for a dict of the agent's own kind may say another thing each time.
+        copy = json.loads(json.dumps(nested, allow_nan=False))
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        return outcome.printed_result
+    return copy[0][0][0][0]

@@ -4,6 +4,8 @@ import ipaddress
 import json
 import re
 import socket
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 from turnleaf.cli._run import Outcome
@@ -12,6 +14,7 @@ from turnleaf.core import AgentError, PayloadError, RolloutTimeout, SessionError
 from turnleaf.gateway._watched import Refusal
 
 __all__ = [
+    "agent_address",
     "is_loopback",
     "is_this_machine",
     "is_without_connection",
@@ -79,16 +82,14 @@ def next_step(plan: Plan, outcome: Outcome) -> str:
 
 def unreachable(settings: Settings) -> str | None:
     """A warning when an agent elsewhere will be sent to its own machine for its model."""
-    agent = settings.rollout_session_backend.get("url")
+    backend = settings.rollout_session_backend
+    address = agent_address(backend)
     told = urlsplit(settings.public_url or "").hostname or settings.gateway_host
-    if not isinstance(agent, str) or told is None or not is_loopback(told):
-        return None
-    host = urlsplit(agent).hostname
-    if host is None or is_this_machine(host):
+    if address is None or told is None or not is_loopback(told) or is_this_machine(address[0]):
         return None
     return (
-        f"the agent at {agent} is told that its model is at {told}, which is its own machine. Add "
-        "a --config with gateway_host (an address of this machine; null finds one) or "
+        f"the agent at {backend['url']} is told that its model is at {told}, which is its own "
+        "machine. Add a --config with gateway_host (an address of this machine; null finds one) or "
         "turnleaf.public_url (docs/settings.md)"
     )
 
@@ -163,6 +164,17 @@ def _malformed_call(number: int, reply: str) -> str | None:
     return None
 
 
+def agent_address(backend: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Host and port of the backend's `url`; None where it has none that can be one."""
+    url = backend.get("url")
+    try:
+        parts = urlsplit(url if isinstance(url, str) else "")
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        return None
+    return None if parts.hostname is None else (parts.hostname, port)
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host is, on every machine, that machine itself."""
     try:
@@ -177,6 +189,6 @@ def is_this_machine(host: str) -> bool:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.bind(address)
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     return True

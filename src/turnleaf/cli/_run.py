@@ -20,6 +20,8 @@ from turnleaf.core import (
     Rollout,
     Service,
     Trajectory,
+    excerpt,
+    is_interrupt,
     run_rollout,
 )
 from turnleaf.gateway import GatewayClient, WorkerConfig, run_worker
@@ -30,6 +32,7 @@ __all__ = ["Outcome", "Stage", "prepared", "run_once"]
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 """As trainers sample by default: from the model's own distribution."""
+_EXCERPT = 200
 
 
 @attrs.frozen
@@ -51,6 +54,20 @@ class Outcome:
         if self.rollout.status in ("completed", "truncated"):
             return 0
         return 2 if isinstance(self.rollout.error, PayloadError) else 1
+
+    @property
+    def printed_result(self) -> str:
+        """How what the agent returned prints, without the rollout's key.
+
+        Its outer parts alone, or its type, when it is too deep for Python, or will not be printed.
+        """
+        result, secret = self.rollout.result, "" if self.key is None else self.key.secret
+        try:
+            return self.hide(repr(result))
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            return excerpt(result, length=_EXCERPT, secret=secret)
 
     def hide(self, text: str) -> str:
         """The text without the rollout's key."""

@@ -9,7 +9,14 @@ from typing import Any
 import attrs
 import yaml
 
-from turnleaf.core import ContractError, RolloutSession, Settings, SettingsError
+from turnleaf.adapters.slime._check_files import read_text
+from turnleaf.core import (
+    ContractError,
+    RolloutSession,
+    Settings,
+    SettingsError,
+    excerpt,
+)
 from turnleaf.gateway.engines import SGLangEngine
 from turnleaf.sessions import session_factory
 
@@ -18,6 +25,11 @@ __all__ = ["SCRIPTED_REPLY", "Options", "Plan", "check_engine", "make_plan", "re
 SCRIPTED_REPLY = (
     "This reply is scripted. To have a model answer, give --engine URL and --model FOLDER."
 )
+MAX_CONFIG = 1024 * 1024
+"""Bytes."""
+MAX_PAYLOAD = 64 * 1024 * 1024
+"""Bytes, of a file."""
+_EXCERPT = 80
 
 
 @attrs.frozen
@@ -105,7 +117,7 @@ def _payload(text: str) -> dict[str, Any]:
     where = "--payload"
     if text.startswith("@"):
         where = f"--payload {text}"
-        text = _read(Path(text[1:]), where)
+        text = read_text(Path(text[1:]), where=where, limit=MAX_PAYLOAD)
     try:
         payload = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -154,20 +166,40 @@ def _settings(options: Options) -> dict[str, Any]:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The settings of `--config`, unchecked; raises ContractError when it holds no mapping."""
     where = f"--config {path}"
-    text = _read(path, where)
+    text = read_text(path, where=where, limit=MAX_CONFIG)
     try:
         _refuse_repetition(yaml.compose(text, Loader=yaml.SafeLoader), where, set())
-        mapping = yaml.safe_load(text)
+        mapping = yaml.load(text, Loader=_Loader)  # noqa: S506  # it is safe
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ContractError(f"{where}{line}: not YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise ContractError(f"{where}: not YAML: {error}") from None
+        said = " ".join(f"{error}".split())
+        raise ContractError(f"{where}: not YAML: {said}") from None
+    except RecursionError:
+        raise ContractError(f"{where}: nests too deeply to be read") from None
     if not isinstance(mapping, dict):
         raise ContractError(
             f"{where}: holds no mapping of settings; docs/settings.md shows what it looks like"
         )
     return mapping
+
+
+class _Loader(yaml.SafeLoader):
+    """Names the place of a value that looks like another kind than text, and is not of it."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception:  # noqa: BLE001  # whatever YAML's conversions raise
+            said = excerpt(node.value, length=_EXCERPT)
+            problem = (
+                f"{said} stands for a number, a date or the like, and cannot be read as one; if it "
+                "is text, put it in quotes"
+            )
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 
 def _refuse_repetition(node: yaml.Node | None, where: str, seen: set[int]) -> None:
@@ -190,12 +222,3 @@ def _refuse_repetition(node: yaml.Node | None, where: str, seen: set[int]) -> No
                 f"{lines[key.value]}; leave one of the two out"
             )
         lines[key.value] = line
-
-
-def _read(path: Path, where: str) -> str:
-    try:
-        return path.expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise ContractError(f"{where}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ContractError(f"{where}: is not UTF-8 text ({error.reason})") from None

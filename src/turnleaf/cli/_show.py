@@ -86,7 +86,7 @@ class _Screen:
             for frame in _agents_frames(rollout.error):
                 self._print(Text(self._clean(frame), MASKED))
         if rollout.result is not None:
-            self._print(Text(f"returned {self._clean(repr(rollout.result))}"))
+            self._print(Text(f"returned {self._clean(self.outcome.printed_result)}"))
         if self.plan.scripted:
             self._print(Text("The replies were scripted: no model was asked.", "yellow"))
 

@@ -82,7 +82,7 @@ def _end(plan: Plan, outcome: Outcome, line: int) -> Finding:
     rollout = outcome.rollout
     if rollout.error is not None:
         return _failure(plan, outcome, line)
-    result = outcome.hide(f"{rollout.result!r}")
+    result = outcome.printed_result
     if len(result) > _EXCERPT:
         result = f"{result[:_EXCERPT]} …"
     text = f"it returned {result} after {rollout.timings.session:.1f} s"

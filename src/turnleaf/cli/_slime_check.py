@@ -1,9 +1,6 @@
 """`turnleaf slime check`: what would go wrong in training, found before a GPU is used."""
 
-import os
-import socket
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
@@ -14,11 +11,12 @@ from rich.console import Console
 from turnleaf.adapters.slime._check import Configuration, check_configuration
 from turnleaf.adapters.slime._check_rows import Rows, check_rows
 from turnleaf.adapters.slime._findings import Finding
-from turnleaf.cli._notes import is_loopback, is_this_machine
+from turnleaf.cli._notes import agent_address, is_loopback, is_this_machine
 from turnleaf.cli._run import Outcome, Stage, prepared
 from turnleaf.cli._setup import Plan, check_engine, read_yaml
 from turnleaf.cli._slime_canary import canary_findings
-from turnleaf.core import ContractError, GatewayError, Service, Settings
+from turnleaf.core import ContractError, GatewayError, Service, ServiceError, Settings
+from turnleaf.sessions._reaching import is_nameless, reason
 
 __all__ = ["CheckOptions", "Report", "check"]
 
@@ -71,7 +69,12 @@ def check(options: CheckOptions, service: Service) -> Report:
     report = Report(
         (*configuration.findings, *rows.findings()), rows, scripted=options.engine is None
     )
-    return service.call(_with_services, report, configuration, options, service)
+    try:
+        return service.call(_with_services, report, configuration, options, service)
+    except ServiceError as error:
+        # The agent's doing; what was found before stands.
+        finding = Finding("canary", "bad", str(error))
+        return attrs.evolve(report, findings=(*report.findings, finding))
 
 
 async def _with_services(
@@ -120,15 +123,15 @@ async def _agent(settings: Settings) -> list[Finding]:
     backend = settings.rollout_session_backend
     if "target" in backend:
         return [Finding("agent", "good", f"{backend['target']} is loaded")]
-    address = _agent_address(backend)
+    address = agent_address(backend)
     if address is None:
         return []
     host, port = address
     try:
         with anyio.fail_after(ANSWER_LIMIT):
             stream = await anyio.connect_tcp(host, port)
-    except OSError as error:
-        if _is_nameless(error):
+    except (OSError, UnicodeError) as error:
+        if is_nameless(error):
             text = f"the name {host} of {backend['url']} is not known here"
             remedy = "correct rollout_session_backend.url, or this machine's name resolution"
         else:
@@ -137,14 +140,6 @@ async def _agent(settings: Settings) -> list[Finding]:
         return [Finding("agent", "bad", text, remedy)]
     await stream.aclose()
     return [Finding("agent", "good", f"{backend['url']} takes connections")]
-
-
-def _agent_address(backend: Any) -> tuple[str, int] | None:
-    url = backend.get("url")
-    parts = urlsplit(url if isinstance(url, str) else "")
-    if parts.hostname is None:
-        return None
-    return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
 async def _gateway(stage: Stage, settings: Settings) -> list[Finding]:
@@ -175,10 +170,10 @@ async def _answer(stage: Stage, told: str, *, public: bool, taken: str = "") -> 
     """Ask for the models there, as an agent would, with a key that only this gateway knows."""
     try:
         status, said = await _asked(stage, told, public=public)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         # A way in from outside need not be one from here.
         text = f"agents are told {told}, which does not answer this machine ({_said(error)})"
-        if _is_nameless(error):
+        if is_nameless(error):
             text = f"agents are told {told}, a name that is not known here"
         if public:
             remedy = (
@@ -219,30 +214,14 @@ async def _asked(stage: Stage, told: str, *, public: bool) -> tuple[int, str | N
 
 def _is_elsewhere(settings: Settings) -> bool:
     backend = settings.rollout_session_backend
-    address = _agent_address(backend)
+    address = agent_address(backend)
     if address is None:
         return "agentcore_runtime_arn" in backend
     return not is_this_machine(address[0])
 
 
-def _is_nameless(error: BaseException) -> bool:
-    return any(isinstance(one, socket.gaierror) for one in _chain(error))
-
-
-def _said(error: BaseException) -> str:
-    """Why there was no connection, in words, whatever library says it."""
-    numbers = [one.errno for one in _chain(error) if isinstance(one, OSError) and one.errno]
-    if numbers:
-        return os.strerror(numbers[0]).lower()
-    if isinstance(error, TimeoutError | httpx.TimeoutException):
+def _said(error: Exception) -> str:
+    is_late = isinstance(error, TimeoutError) and error.errno is None
+    if is_late or isinstance(error, httpx.TimeoutException):
         return f"no answer within {ANSWER_LIMIT:g} s"
-    return str(error) or type(error).__name__
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """An exception and those that it came of."""
-    chain = [error]
-    for one in chain:
-        also = [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
-        chain += [other for other in also if other is not None and other not in chain]
-    return chain
+    return reason(error)

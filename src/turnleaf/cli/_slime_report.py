@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from turnleaf.adapters.slime._findings import Finding
-from turnleaf.cli._document import json_value
+from turnleaf.cli._document import json_result
 from turnleaf.cli._run import Outcome
 from turnleaf.cli._slime_check import Report
 from turnleaf.cli._stdout import visible
@@ -79,7 +79,7 @@ def report_document(report: Report) -> str:
         "base_url": report.base_url,
         "canary": None if report.outcome is None else _canary(report, report.outcome),
     }
-    text = json.dumps(document)
+    text = json.dumps(document, allow_nan=False)
     return text if report.outcome is None else report.outcome.hide(text)
 
 
@@ -97,7 +97,7 @@ def _canary(report: Report, outcome: Outcome) -> dict[str, object]:
         "reward": rollout.reward,
         "cause": rollout.cause,
         "error": None if rollout.error is None else str(rollout.error),
-        "result": json_value(rollout.result),
+        "result": json_result(outcome),
         "scripted": report.scripted,
         "seconds": rollout.timings.session,
     }

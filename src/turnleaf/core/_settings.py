@@ -54,7 +54,8 @@ def _ending_in_v1(value: object) -> str:
 
 def _session_without_module(value: Any) -> str:
     backend = value.get("backend") if isinstance(value, Mapping) else value
-    near = difflib.get_close_matches(str(backend), ("HttpSession", "LocalSession"), n=1)
+    named = backend if isinstance(backend, str) else ""
+    near = difflib.get_close_matches(named, ("HttpSession", "LocalSession"), n=1)
     return f"; did you mean turnleaf.sessions.{near[0]}?" if near else ""
 
 
@@ -82,8 +83,16 @@ def _is_host(value: Any) -> bool:
     try:
         ipaddress.ip_address(value)
     except ValueError:
-        return len(value) <= 253 and _HOST_NAME.fullmatch(value) is not None
+        return _HOST_NAME.fullmatch(value) is not None and _is_name_on_the_wire(value)
     return True
+
+
+def _is_name_on_the_wire(host: str) -> bool:
+    """Whether DNS takes a name in its form without accents, which may be longer."""
+    try:
+        return len(host.encode("idna")) <= 253
+    except UnicodeError:
+        return False
 
 
 def _is_backend(value: Any) -> bool:

@@ -21,6 +21,7 @@ from turnleaf.core import (
     described,
 )
 from turnleaf.sessions._events import EventTooLarge, LastEvent
+from turnleaf.sessions._reaching import is_nameless, reason
 from turnleaf.sessions._reporting import BODY_BYTES, Redaction, kind_of
 
 __all__ = ["HttpSession"]
@@ -159,11 +160,16 @@ class HttpSession:
         return SessionError(text) if response.status in UNAVAILABLE else AgentError(text)
 
     def _trouble(self, error: aiohttp.ClientError | OSError) -> str:
-        said = described(error)
+        said = reason(error)
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             return (
                 f"no connection to the agent at {self._url} within {self._connect_timeout:g} s "
                 "(connect_timeout); is the address right, and reachable from here?"
+            )
+        if is_nameless(error):
+            return (
+                f"no agent can be reached at {self._url}: its name is not known here; correct the "
+                "backend's url, or this machine's name resolution"
             )
         if isinstance(error, aiohttp.ClientConnectorError):
             return (
@@ -184,7 +190,8 @@ def _invocations_url(url: object) -> str:
         raise SettingsError(f"HttpSession: url is {kind_of(url)}; {example}")
     try:
         parts = urlsplit(url)
-        # Reading it checks it.
+        # Reading and encoding it checks it.
+        (parts.hostname or "").encode("idna")
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         valid = False

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from turnleaf.adapters.slime._findings import Finding
-from turnleaf.core import ContractError, RolloutSession, Settings
+from turnleaf.core import ContractError, RolloutSession, Settings, excerpt
 from turnleaf.sessions import session_factory
 
 __all__ = ["Configuration", "check_configuration"]
@@ -25,6 +25,8 @@ _LIKENESS = 0.8
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _BACKEND_ARGUMENTS = ("backend", "agentcore_runtime_arn", "target", "url")
 _EXCERPT = 100
+_LONGEST = 2000
+"""Characters of a finding that quotes a value whole."""
 
 _LEAVE_OUT = "leave it out: "
 _OF_TOOLKIT = {
@@ -62,7 +64,7 @@ def check_configuration(mapping: Mapping[Any, Any]) -> Configuration:
     settings = session = None
     named = {key: value for key, value in mapping.items() if isinstance(key, str)}
     faults = Settings.faults(named, ignore_unknown_top_level=True)
-    found += [Finding("config", "bad", fault) for fault in faults]
+    found += [Finding("config", "bad", _cut(fault)) for fault in faults]
     if not faults:
         settings = Settings.from_mapping(named, ignore_unknown_top_level=True)
         arn = _runtime_arn(settings.rollout_session_backend)
@@ -71,17 +73,22 @@ def check_configuration(mapping: Mapping[Any, Any]) -> Configuration:
         try:
             session = session_factory(settings.rollout_session_backend)
         except ContractError as error:
-            found.append(Finding("config", "bad", str(error), _backend_remedy(settings)))
+            found.append(Finding("config", "bad", _cut(str(error)), _backend_remedy(settings)))
     if all(finding.verdict != "bad" for finding in found):
         found.insert(0, Finding("config", "good", "every setting is valid"))
     return Configuration(tuple(found), settings, session)
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+
+
 def _key(key: object, value: object) -> Finding | None:
     """What is to be said of a top-level key, which need not be turnleaf's at all."""
+    said = excerpt(key, length=_EXCERPT)
     if not isinstance(key, str):
         return Finding(
-            "config", "bad", f"the top-level key {key!r} is no text; slime cannot take it"
+            "config", "bad", f"the top-level key {said} is no text; slime cannot take it"
         )
     sections = _sections()
     # Names joined by dots are refused with the rest of the settings.
@@ -106,21 +113,21 @@ def _key(key: object, value: object) -> Finding | None:
         return Finding(
             "config",
             "bad",
-            f"unknown setting {key!r}: slime takes any name, but nothing would read this one",
+            f"unknown setting {said}: slime takes any name, but nothing would read this one",
             f"is {'.'.join(filter(None, (sections[close[0]], close[0])))!r} meant?",
         )
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         return Finding(
             "config",
             "warning",
-            f"{key!r} is the text {value!r}, which slime puts in place of its own "
-            "argument, where a number may belong",
+            f"{said} is the text {excerpt(value, length=_EXCERPT)}, which slime puts in place of "
+            "its own argument, where a number may belong",
             "if so, write it without quotes, and an exponent as in 1.0e-6: 1e-6 is text to YAML",
         )
     return Finding(
         "config",
         "warning",
-        f"{key!r} is none of turnleaf's settings; slime takes it for one of its own arguments",
+        f"{said} is none of turnleaf's settings; slime takes it for one of its own arguments",
     )
 
 
@@ -146,7 +153,8 @@ def _runtime_arn(backend: Mapping[str, Any]) -> Finding | None:
     return Finding(
         "config",
         "bad",
-        f"rollout_session_backend.agentcore_runtime_arn {fault}: {arn!r:.{2 * _EXCERPT}}",
+        f"rollout_session_backend.agentcore_runtime_arn {fault}: "
+        f"{excerpt(arn, length=2 * _EXCERPT)}",
         f"give one such as {_ARN_EXAMPLE}",
     )
 

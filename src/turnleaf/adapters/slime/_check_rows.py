@@ -1,15 +1,17 @@
 """What of a dataset can be seen to be wrong before slime starts."""
 
+import io
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from turnleaf.adapters.slime._check_files import regular_file
 from turnleaf.adapters.slime._findings import Finding
-from turnleaf.core import ContractError, PayloadError, checked_payload
+from turnleaf.core import ContractError, PayloadError, checked_payload, excerpt
 
 __all__ = ["Rows", "check_rows"]
 
@@ -17,6 +19,9 @@ SHOWN = 10
 """How many faults are described; rows with others are counted."""
 
 _SLICE = re.compile(r"(.*)@\[(-?\d*):(-?\d*)\]")
+MAX_LINE = 64 * 1024 * 1024
+"""Characters of a line."""
+
 _RANGES = 5
 _EXCERPT = 100
 
@@ -49,14 +54,16 @@ class Rows:
     """What the rows of a file hold.
 
     wrong: the number of rows that cannot be run. faults: each kind of fault, with its lines; at
-    most SHOWN. without_prompt: the rows without `prompt`. first, first_line: the first payload that
-    an agent can be given, and its line; None if there is none.
+    most SHOWN. without_prompt: the rows without `prompt`. odd_rm_type: those whose `rm_type` is no
+    text. first, first_line: the first payload that an agent can be given, and its line; None if
+    there is none.
     """
 
     total: int = 0
     wrong: int = 0
     faults: dict[str, Lines] = attrs.Factory(dict)
     without_prompt: Lines = attrs.Factory(Lines)
+    odd_rm_type: Lines = attrs.Factory(Lines)
     first: dict[str, Any] | None = None
     first_line: int | None = None
 
@@ -84,6 +91,16 @@ class Rows:
                     "never sees it",
                 )
             )
+        if self.odd_rm_type.count:
+            found.append(
+                Finding(
+                    "rows",
+                    "warning",
+                    f"{self.odd_rm_type}: `rm_type` of `metadata` is no text, at which slime's "
+                    "reward hub stops the run once it is asked",
+                    'write the name of a reward model such as "math", or leave `rm_type` out',
+                )
+            )
         return found
 
     def _note(self, number: int, fault: str) -> None:
@@ -106,33 +123,44 @@ def check_rows(path: Path) -> Rows:
         )
     if path.suffix != ".jsonl":
         raise ContractError(f"{path}: slime takes .jsonl and .parquet files only; rename the file")
-    try:
-        with path.open("rb") as lines:
-            return _checked(lines, start, stop)
-    except OSError as error:
-        raise ContractError(f"{path}: cannot be read: {error.strerror}") from None
+    with regular_file(path, where=f"{path}") as file:
+        # Read as slime does, for which a carriage return alone ends a line, too.
+        text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape")
+        return _checked(_numbered(text, path), start, stop)
+
+
+def _numbered(text: io.TextIOWrapper, path: Path) -> Iterator[tuple[int, str]]:
+    number = 0
+    while line := text.readline(MAX_LINE + 1):
+        number += 1
+        if len(line) > MAX_LINE:
+            raise ContractError(
+                f"{path}, line {number}: has more than {MAX_LINE:,} characters; is that the right "
+                "file?"
+            )
+        yield number, line
 
 
 def _sliced(text: str) -> tuple[Path, int, int | None]:
     found = _SLICE.fullmatch(text)
     if found is None:
-        return Path(text).expanduser(), 0, None
+        return Path(text), 0, None
     name, start, stop = found.groups()
     if "-" in start + stop:
         raise ContractError(
             f"{text}: slime takes no negative numbers in a slice; count rows from 0, as in "
             f"{name}@[0:100]"
         )
-    return Path(name).expanduser(), int(start or 0), int(stop) if stop else None
+    return Path(name), int(start or 0), int(stop) if stop else None
 
 
 class _LeftOutError(PayloadError):
     """slime goes on without the row, and does not count it in a slice."""
 
 
-def _checked(lines: Iterable[bytes], start: int, stop: int | None) -> Rows:
+def _checked(lines: Iterator[tuple[int, str]], start: int, stop: int | None) -> Rows:
     rows, taken = Rows(), 0
-    for number, line in enumerate(lines, start=1):
+    for number, line in lines:
         if stop is not None and taken >= stop:
             break
         if not line.strip():
@@ -155,12 +183,14 @@ def _checked(lines: Iterable[bytes], start: int, stop: int | None) -> Rows:
             rows.first, rows.first_line = payload, number
         if row.get("prompt") is None:
             rows.without_prompt.add(number)
+        if not isinstance(row["metadata"].get("rm_type") or "", str):
+            rows.odd_rm_type.add(number)
     return rows
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def _object(line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8").strip())
+        row = json.loads(line.encode("utf-8", "surrogateescape").decode("utf-8").strip())
     except UnicodeDecodeError as error:
         raise PayloadError(f"is not UTF-8 text ({error.reason}); slime cannot read it") from None
     except json.JSONDecodeError as error:
@@ -171,7 +201,7 @@ def _object(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise PayloadError(f"is not JSON that slime can read ({error})") from None
     if not isinstance(row, dict):
-        raise PayloadError(f"is {row!r:.{_EXCERPT}}, not a JSON object")
+        raise PayloadError(f"is {excerpt(row, length=_EXCERPT)}, not a JSON object")
     return row
 
 
@@ -179,7 +209,8 @@ def _payload(row: Mapping[str, Any]) -> dict[str, Any]:
     metadata = row.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise PayloadError(
-            f"`metadata` is {metadata!r:.{_EXCERPT}}, not a JSON object that holds the payload"
+            f"`metadata` is {excerpt(metadata, length=_EXCERPT)}, not a JSON object that holds the "
+            "payload"
         )
     if "turnleaf" in metadata:
         raise PayloadError(
