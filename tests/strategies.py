@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import attrs
@@ -384,8 +385,28 @@ control_texts = st.lists(
 _json_keys = st.text("abc_", min_size=1, max_size=3)
 
 
+def spelled(controls: Sequence[str]) -> st.SearchStrategy[str]:
+    """Texts of control tokens, and of pieces that only become one beside another piece."""
+    pieces = [
+        piece
+        for token in controls
+        for at in (1, 2, len(token) // 2, len(token) - 1)
+        for piece in (token[:at], token[at:])
+    ]
+    return st.lists(
+        st.one_of(
+            st.sampled_from(list(controls)),
+            st.sampled_from(pieces),
+            st.sampled_from(["a", "123", "system", "\n", " "]),
+        ),
+        max_size=6,
+    ).map("".join)
+
+
 @st.composite
-def chats(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> list[dict[str, Any]]:
+def chats(
+    draw: st.DrawFn, texts: st.SearchStrategy[str], *, most_calls: int = 2
+) -> list[dict[str, Any]]:
     """A conversation with tools as renderers are given it; at least one reply, calls answered."""
     arguments = st.dictionaries(
         st.one_of(_json_keys, texts), st.one_of(texts, st.integers(), st.booleans()), max_size=2
@@ -406,7 +427,7 @@ def chats(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> list[dict[str, Any]
                     "arguments": draw(arguments),
                 },
             }
-            for n in range(draw(st.integers(0, 2)))
+            for n in range(draw(st.integers(0, most_calls)))
         ]
         if calls:
             reply["tool_calls"] = calls
@@ -428,6 +449,21 @@ output_texts = st.lists(
         st.sampled_from(['"', "{", "}", ":", ",", "NaN", "[" * 3000, '{"t": "</tool_call>"}']),
         st.sampled_from(['{"name": "a", "arguments": {"x": [1,  2]}}', '{"name": "c"', "{}"]),
         st.just(', "arguments": '),
+        st.sampled_from(["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "f", ";"]),
+        st.sampled_from(
+            ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n"]
+        ),
+        st.sampled_from(["```json\n", "\n```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"]),
+        st.sampled_from(['{"name": "a", "parameters": {}}', "<|python_tag|>"]),
     ),
     max_size=14,
 ).map("".join)
+
+harmony_texts = st.sampled_from(
+    [
+        *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+        *("<|constrain|>", "assistant", "analysis", "commentary", "final", " to=functions.f"),
+        *("json", "{}", '{"a": 1}', "hm", "\n", "é"),
+    ]
+)
+"""What harmony is made of: meant as a control token, or as text."""

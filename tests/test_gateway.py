@@ -611,7 +611,7 @@ async def test_a_retry_of_a_lost_reply_leaves_one_leaf() -> None:
 
 
 async def test_tools_that_nothing_can_parse_are_refused() -> None:
-    async with running_gateway([{"text": "x"}], template="llama3_1") as stack:
+    async with running_gateway([{"text": "x"}], template="phi3") as stack:
         key = await stack.open()
         async with openai_client(key) as client:
             with pytest.raises(openai.BadRequestError, match="tool_call_parser"):

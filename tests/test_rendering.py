@@ -370,6 +370,39 @@ def test_text_after_a_close_is_not_cut_in_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("opening", "inner", "right"),
+    [
+        # Only the end of a conversation is closed.
+        ("<|im_start|>{{ m.role }}\n", "", "<|im_start|>user\nb<|im_start|>assistant\n"),
+        ("<{{ m.role }}>", "", "<user>b<assistant>"),
+        # A turn in the middle is closed otherwise.
+        ("<{{ m.role }}>", "<end>", "b<end><assistant>"),
+    ],
+)
+def test_what_ends_a_conversation_may_not_end_a_turn(
+    tmp_path: Path, opening: str, inner: str, right: str
+) -> None:
+    prompt = opening.replace("{{ m.role }}", "assistant")
+    template = (
+        f"{{% for m in messages %}}{opening}{{{{ m.content }}}}"
+        "{% if loop.last and m.role == 'assistant' and not add_generation_prompt %}<|im_end|>"
+        f"{{% else %}}{inner}{{% endif %}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{prompt}{{% endif %}}"
+    )
+    folder = small_checkpoint(tmp_path, template)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<user>", "<assistant>", "<system>", "<tool>", "<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    renderer = Renderer.load(folder)
+    (end,) = ids(renderer, "<|im_end|>")
+    added = renderer.extend(assistant("a"), array(end), [user("b")], reasoning=False)
+    assert added is not None
+    if inner:
+        right = "<user>" + right
+    assert renderer.decode(added.ids) == right
+
+
+@pytest.mark.parametrize(
     ("template", "new", "kept"),
     [
         ("qwen3", [user("and now?")], False),

@@ -316,6 +316,7 @@ class Turns:
             tools=request.tools if request.parse_calls else None,
             finish_reason=reply.finish_reason,
             matched=reply.matched,
+            prompt=prepared.prompt,
         )
         if parsed.malformed:
             logger.info("turn %s: %d tool calls were malformed", prepared.turn_id, parsed.malformed)

@@ -67,11 +67,13 @@ _Shape = tuple[bool, bool, tuple[_Part, ...]]
 class Continuation:
     """Text from the end of a reply on, with stand-ins of `shield` in it.
 
-    text: it starts with the close of the reply's turn. keeps_reasoning: whether the template shows
-    the reasoning of the turns before. shows_reasoning: whether it shows any of what follows.
+    text: it starts with a control token, and with `close`, the close of the reply's turn, which may
+    be empty. keeps_reasoning: whether the template shows the reasoning of the turns before.
+    shows_reasoning: whether it shows any of what follows.
     """
 
     text: str
+    close: str
     shield: Shield
     keeps_reasoning: bool
     shows_reasoning: bool
@@ -80,10 +82,18 @@ class Continuation:
 class Continuations:
     """Continues replies under one template.
 
-    close: what the template writes after a reply that ends the conversation.
+    close: what the template writes after a reply that ends the conversation. Elsewhere it may write
+    something else: gpt-oss ends a conversation with `<|return|>`, an answer in the middle of it
+    with `<|end|>`, and a call with `<|call|>`. end_ids: the tokens at which generation ends.
     """
 
-    def __init__(self, template: Template, tokenizer: ControlledTokenizer, where: str) -> None:
+    def __init__(
+        self,
+        template: Template,
+        tokenizer: ControlledTokenizer,
+        end_ids: frozenset[int],
+        where: str,
+    ) -> None:
         self._template = template
         self._tokenizer = tokenizer
         self._sentinel = f"sentinel{secrets.token_hex(16)}"
@@ -91,11 +101,11 @@ class Continuations:
         self._later = f"later{secrets.token_hex(16)}"
         self._proofs: dict[_Shape, bool] = {}
         self.close = self._after_sentinel(self._reply(calls=False), None) or ""
-        after_call = self._after_sentinel(self._reply(calls=True), _STAND_IN_TOOLS)
+        self._inner_close = self._close_in_the_middle()
+        after_call = self._after_sentinel(self._reply(calls=True), _STAND_IN_TOOLS) or ""
+        self._call_close = self._close_at_the_end_of(after_call, end_ids)
         self._call_end = (
-            after_call.removesuffix(self.close)
-            if after_call and after_call.endswith(self.close)
-            else None
+            None if self._call_close is None else after_call.removesuffix(self._call_close)
         )
         self._prove_common(where)
 
@@ -138,11 +148,13 @@ class Continuations:
         if not found or self._sentinel in after or end is None or not after.startswith(end):
             return None
         after = after[len(end) :]
-        if not after.startswith(self.close) or not self._tokenizer.starts_with_control(after):
+        close = (self._call_close or "") if calls else self._inner_close
+        if not after.startswith(close) or self._tokenizer.first_control(after) is None:
             return None
         silent = without_reasoning(new)
         return Continuation(
             after,
+            close,
             shield,
             keeps_reasoning=self._earlier in before and self._later in before,
             shows_reasoning=silent is not None
@@ -153,9 +165,37 @@ class Continuations:
     def _reply(self, *, calls: bool) -> Message:
         return _with_sentinel([_call(0, {})] if calls else (), self._sentinel)
 
-    def _after_sentinel(self, reply: Message, tools: Sequence[Tool] | None) -> str | None:
-        text = self._render([_QUESTION, reply], tools, prompt=False)
+    def _after_sentinel(
+        self, reply: Message, tools: Sequence[Tool] | None, *more: Message
+    ) -> str | None:
+        text = self._render([_QUESTION, reply, *more], tools, prompt=False)
         return text.partition(self._sentinel)[2] if text else None
+
+    def _close_in_the_middle(self) -> str:
+        """The close of an answer that something follows."""
+        answer: Message = {"role": "assistant", "content": "an answer"}
+        followed = [
+            self._after_sentinel(self._reply(calls=False), None, message) or ""
+            for message in (_QUESTION, answer)
+        ]
+        if followed[0].startswith(self.close):
+            return self.close
+        # Otherwise the one token before every message, which none of them begins with.
+        asked, prompted = (self._render([_QUESTION], None, prompt=on) or "" for on in (False, True))
+        closes = {self._tokenizer.first_control(text) for text in followed}
+        close = closes.pop()
+        if closes or close is None or close in prompted.removeprefix(asked):
+            return ""
+        return close
+
+    def _close_at_the_end_of(self, after_call: str, end_ids: frozenset[int]) -> str | None:
+        """The close of a reply that ends in a call; None when that cannot be told."""
+        if after_call.endswith(self.close):
+            return self.close if after_call else None
+        control = self._tokenizer.last_control(after_call)
+        if control is None or not self._tokenizer.spelled(control) <= end_ids:
+            return None
+        return control + after_call.rpartition(control)[2]
 
     def _render(
         self,
@@ -205,7 +245,8 @@ class Continuations:
         """Whether a stand-in history and real ones are continued alike, in this shape."""
         with_calls, with_tools, parts = shape
         results = next((n for n, part in enumerate(parts) if part.role != "tool"), len(parts))
-        calls = [_call(at, {}) for at in range(max(1, results))] if with_calls else []
+        count = max(1, results) if self._template.parallel_calls else 1
+        calls = [_call(at, {}) for at in range(count)] if with_calls else []
         reply = _with_sentinel(calls, self._sentinel)
         new = list(_messages_of(parts))
         tools = _PROOF_TOOLS if with_tools else None
@@ -214,7 +255,7 @@ class Continuations:
             return False
         end = (self._call_end or "") if with_calls else ""
         proofs = 0
-        for history in _histories(with_tools):
+        for history in _histories():
             prompt = self._render(history, tools, prompt=True)
             if prompt is None:
                 continue
@@ -278,16 +319,16 @@ def _messages_of(parts: Sequence[_Part]) -> Iterator[Message]:
         yield message
 
 
-def _histories(with_tools: bool) -> Iterator[list[Message]]:
+def _histories() -> Iterator[list[Message]]:
     answer: Message = {"role": "assistant", "content": "an answer"}
     system: Message = {"role": "system", "content": "be brief"}
+    cycle = [_assistant([_call(0, {"text": "y"})]), _tool_result(0, "a result")]
     yield [_QUESTION]
     yield [_QUESTION, answer, _QUESTION]
     yield [system, _QUESTION, answer, _QUESTION, answer, _QUESTION]
-    if with_tools:
-        cycle = [_assistant([_call(0, {"text": "y"})]), _tool_result(0, "a result")]
-        yield [_QUESTION, *cycle]
-        yield [system, _QUESTION, *cycle, *cycle]
+    # Without tools too: an agent may stop offering them.
+    yield [_QUESTION, *cycle]
+    yield [system, _QUESTION, *cycle, *cycle]
 
 
 _SCAFFOLD = re.compile(r"</?think>|\s+")

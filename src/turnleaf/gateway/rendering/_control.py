@@ -11,12 +11,14 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 import tokenizers
 
 from turnleaf.core import ContractError
 from turnleaf.gateway.rendering._errors import RenderError
+from turnleaf.gateway.rendering.parsers import Piece
 
 __all__ = ["ControlledTokenizer", "Shield"]
 
@@ -53,10 +55,6 @@ class ControlledTokenizer:
         """A shield for one rendering."""
         return Shield(self)
 
-    def starts_with_control(self, text: str) -> bool:
-        """Whether encoding `text` apart from what precedes it cannot change its tokens."""
-        return self._pattern.match(text) is not None
-
     def encode(self, text: str, shield: "Shield | None" = None) -> list[int]:
         """The tokens of a rendered text; stand-ins of `shield` become ordinary text again."""
         ids: list[int] = []
@@ -70,6 +68,31 @@ class ControlledTokenizer:
     def decode(self, ids: list[int]) -> str:
         """The text of tokens, control tokens included; broken UTF-8 becomes U+FFFD."""
         return self._backend.decode(ids, skip_special_tokens=False)
+
+    def pieces(self, ids: list[int]) -> list[Piece]:
+        """The same text, cut at control tokens."""
+        return [
+            Piece(self.decode(list(run)), control)
+            for control, group in groupby(ids, self.control_ids.__contains__)
+            for run in (([id_] for id_ in group) if control else [group])
+        ]
+
+    def first_control(self, text: str) -> str | None:
+        """The control token that `text` starts with, if any.
+
+        If so, encoding `text` apart from what precedes it cannot change its tokens.
+        """
+        found = self._pattern.match(text)
+        return found[0] if found else None
+
+    def last_control(self, text: str) -> str | None:
+        """The last control token in `text`, if any."""
+        controls = self._pattern.findall(text)
+        return controls[-1] if controls else None
+
+    def spelled(self, text: str) -> frozenset[int]:
+        """The ids of the control tokens that `text` spells out."""
+        return frozenset(self._ids[control] for control in self._pattern.findall(text))
 
     def _encode_plain(self, text: str, shield: "Shield | None") -> list[int]:
         if not text:

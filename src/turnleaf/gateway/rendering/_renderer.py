@@ -10,14 +10,17 @@ import numpy as np
 
 from turnleaf.core import ContractError, FinishReason, TokenIds
 from turnleaf.gateway.rendering import parsers
-from turnleaf.gateway.rendering._continuation import Continuations
+from turnleaf.gateway.rendering._continuation import Continuation, Continuations
 from turnleaf.gateway.rendering._control import ControlledTokenizer
+from turnleaf.gateway.rendering._dialect import Message, Tool
 from turnleaf.gateway.rendering._errors import RenderError
 from turnleaf.gateway.rendering._loading import load_checkpoint
-from turnleaf.gateway.rendering._template import Message, Template, Tool, without_reasoning
+from turnleaf.gateway.rendering._template import Template, without_reasoning
 from turnleaf.gateway.rendering.parsers import (
     CallParser,
+    MessageParser,
     ParsedCall,
+    Piece,
     ReasoningParser,
     Segments,
 )
@@ -30,7 +33,8 @@ class Parsed:
     """What an agent is given of an output.
 
     content, reasoning: text as sampled. calls: in order. malformed: how many regions look like a
-    tool call but are cut or break its format; they stayed in `content`.
+    tool call but are cut, break its format, or are more than the template can show in one reply;
+    they stayed in `content`.
     """
 
     content: str
@@ -66,9 +70,11 @@ class Renderer:
     _tokenizer: ControlledTokenizer
     _template: Template
     _continuations: Continuations
-    _close_ids: tuple[int, ...]
+    _turn_ends: frozenset[int]
     _parse_calls: CallParser | None
     _split_reasoning: ReasoningParser | None
+    _read_messages: MessageParser | None
+    _can_parse_calls: bool
     _opened: str | None
 
     @classmethod
@@ -93,24 +99,31 @@ class Renderer:
         template = Template(checkpoint.tokenizer, template_arguments or {}, str(folder))
         tokenizer = ControlledTokenizer(checkpoint.tokenizer.backend_tokenizer)
         opened = _opened_reasoning(template, tokenizer, folder)
-        continuations = Continuations(template, tokenizer, str(folder))
-        close_ids = tuple(tokenizer.encode(continuations.close))
+        continuations = Continuations(template, tokenizer, checkpoint.end_ids, str(folder))
+        close_ids = tokenizer.encode(continuations.close)
+        stop_ids = checkpoint.end_ids | (tokenizer.control_ids & set(close_ids[:1]))
+        parse_calls = parsers.call_parser(tool_call_parser, template.source)
+        split_reasoning = parsers.reasoning_parser(reasoning_parser, template.source)
+        read_messages = parsers.message_parser(tool_call_parser, reasoning_parser, template.source)
         return cls(
             max_context=checkpoint.max_context,
-            stop_ids=checkpoint.end_ids | (tokenizer.control_ids & set(close_ids[:1])),
+            stop_ids=stop_ids,
             tokenizer=tokenizer,
             template=template,
             continuations=continuations,
-            close_ids=close_ids,
-            parse_calls=parsers.call_parser(tool_call_parser, template.source),
-            split_reasoning=parsers.reasoning_parser(reasoning_parser, template.source),
+            turn_ends=stop_ids & tokenizer.spelled(template.source),
+            parse_calls=parse_calls,
+            split_reasoning=split_reasoning,
+            read_messages=read_messages,
+            can_parse_calls=parse_calls is not None
+            or (read_messages is not None and tool_call_parser != "none"),
             opened=opened,
         )
 
     @property
     def can_parse_calls(self) -> bool:
         """Whether tool calls in an output can be read."""
-        return self._parse_calls is not None
+        return self._can_parse_calls
 
     def render(
         self,
@@ -158,7 +171,7 @@ class Renderer:
         if continued is None or (reasoning and not continued.keeps_reasoning):
             return None
         ids = self._tokenizer.encode(continued.text, continued.shield)
-        added = np.array(ids[self._closed(output, ids) :], dtype=np.int32)
+        added = np.array(ids[self._closed(output, ids, continued) :], dtype=np.int32)
         return Rendered(added, continued.shows_reasoning)
 
     def parse(
@@ -168,37 +181,77 @@ class Renderer:
         tools: Sequence[Tool] | None,
         finish_reason: FinishReason,
         matched: str | int | None,
+        prompt: TokenIds | None = None,
     ) -> Parsed:
         """Read a finished output as a message. Never raises.
 
         Works on the text of the whole output. A stop token at its end, and everything from the
         matched stop string on, are not part of the message; other control tokens stay visible.
         Calls are looked for only when there are tools. Between calls, whitespace is dropped.
+        prompt: what was sampled from; some templates open the reasoning in some prompts only. None
+        is the prompt after a user's message.
         """
         text = self._text_of(output, finish_reason, matched)
+        if self._read_messages is not None:
+            reasoning, segments = self._read_messages(
+                self._pieces_of(output, text, matched), calls=bool(tools) and self._can_parse_calls
+            )
+            return self._as_message(segments, reasoning, text)
         reasoning = ""
         if self._split_reasoning is not None:
-            if self._opened and not self._opened.endswith("\n"):
+            opened = self._opens_reasoning(prompt)
+            if opened and self._opened and not self._opened.endswith("\n"):
                 text = text.removeprefix("\n")
-            reasoning, text = self._split_reasoning(text, self._opened is not None)
+            reasoning, text = self._split_reasoning(text, opened)
         if not tools or self._parse_calls is None:
             return Parsed(text, reasoning, (), 0)
-        return _message(self._parse_calls(text, tools), reasoning)
+        return self._as_message(self._parse_calls(text, tools), reasoning, text)
 
     def decode(self, ids: TokenIds) -> str:
         """The text of tokens, control tokens included."""
         return self._tokenizer.decode(ids.tolist())
 
-    def _closed(self, output: TokenIds, ids: Sequence[int]) -> int:
+    def _opens_reasoning(self, prompt: TokenIds | None) -> bool:
+        if self._opened is None or prompt is None:
+            return self._opened is not None
+        # Every token of it has one character at least.
+        tail = self._tokenizer.decode(prompt[-len(self._opened) :].tolist())
+        return tail.endswith(self._opened)
+
+    def _as_message(self, segments: Segments, reasoning: str, text: str) -> Parsed:
+        calls = sum(isinstance(part, ParsedCall) for part in segments.parts)
+        if calls > 1 and not self._template.parallel_calls:
+            # The conversation could not go on after calls that the template cannot show. Reasoning
+            # that the text still holds is not told twice.
+            reasoning = "" if reasoning in text else reasoning
+            return Parsed(text, reasoning, (), segments.malformed + calls)
+        return _message(segments, reasoning)
+
+    def _closed(self, output: TokenIds, ids: Sequence[int], continued: Continuation) -> int:
         """How many of `ids`, which begin with the close, `output` ends with already."""
         controls = self._tokenizer.control_ids
-        tail = output[-len(self._close_ids) :].tolist() if self._close_ids else []
+        most = len(self._tokenizer.encode(continued.close)) or 1
+        tail = output[-most:].tolist()
         for count in range(len(tail), 0, -1):
             # Only beside a control token do tokens not depend on what is on the other side.
             separable = ids[count - 1] in controls or set(ids[count : count + 1]) <= controls
             if separable and tail[-count:] == ids[:count]:
                 return count
-        return 0
+        # Another end of a turn stands for the one that the template writes here.
+        return 1 if continued.close and tail and tail[-1] in self._turn_ends else 0
+
+    def _pieces_of(self, output: TokenIds, text: str, matched: str | int | None) -> Sequence[Piece]:
+        """The pieces of an output whose text is `text`, and the stop token that ended it."""
+        ids = output.tolist()
+        if ids and ids[-1] in self._turn_ends and not isinstance(matched, str):
+            return self._tokenizer.pieces(ids)
+        pieces: list[Piece] = []
+        at = 0
+        for piece in self._tokenizer.pieces(ids):
+            kept = piece.text[: max(len(text) - at, 0)]
+            at += len(piece.text)
+            pieces += [Piece(kept, piece.control and kept == piece.text)] if kept else []
+        return pieces
 
     def _text_of(
         self, output: TokenIds, finish_reason: FinishReason, matched: str | int | None

@@ -10,16 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from turnleaf.core import ContractError
 from turnleaf.gateway.rendering._control import Shield
+from turnleaf.gateway.rendering._dialect import Message, Tool, learn_dialect
 from turnleaf.gateway.rendering._errors import RenderError
 
 __all__ = ["Message", "Template", "Tool", "without_reasoning"]
-
-Message = Mapping[str, Any]
-"""`role`; `content`, a string; where they apply `reasoning_content`, `tool_calls` (arguments as a
-dict where they are a JSON object), `tool_call_id` and `name`."""
-
-Tool = Mapping[str, Any]
-"""An OpenAI tool definition."""
 
 # transformers only passes plain data to a template, no functions: the clock is passed as the
 # texts it shows, and a macro takes the place of strftime_now.
@@ -60,6 +54,12 @@ class Template:
                 f"the chat template of {where} computes the format it gives to strftime_now, so "
                 "its clock cannot be frozen; write the format as a literal"
             )
+        self._dialect = learn_dialect(self._text_or_none)
+
+    @property
+    def parallel_calls(self) -> bool:
+        """Whether it can show a reply with several calls."""
+        return self._dialect.parallel_calls
 
     def render(
         self,
@@ -77,6 +77,26 @@ class Template:
         """
         if not messages:
             raise RenderError("there are no messages")
+        try:
+            return self._text(
+                shield.cover(self._dialect.spell(messages)),
+                shield.cover(tools) if tools else None,
+                prompt=prompt,
+                clock=clock,
+            )
+        except Exception as error:  # a template is a program over anyone's data
+            raise RenderError(
+                f"the chat template cannot render these messages: {shield.restore(str(error))}"
+            ) from error
+
+    def _text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        *,
+        prompt: bool,
+        clock: datetime | None,
+    ) -> str:
         arguments = self._arguments
         chat_template = None
         if self._clock_formats:
@@ -84,20 +104,22 @@ class Template:
             texts = {format_: told.strftime(format_) for format_ in self._clock_formats}
             arguments = {**arguments, "turnleaf_clock": texts}
             chat_template = _CLOCK_MACRO + self._tokenizer.get_chat_template(tools=tools or None)
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                shield.cover(messages),
-                tools=shield.cover(tools) if tools else None,
-                chat_template=chat_template,
-                add_generation_prompt=prompt,
-                tokenize=False,
-                **arguments,
-            )
-        except Exception as error:  # a template is a program over anyone's data
-            raise RenderError(
-                f"the chat template cannot render these messages: {shield.restore(str(error))}"
-            ) from error
+        text: str = self._tokenizer.apply_chat_template(
+            list(messages),
+            tools=tools,
+            chat_template=chat_template,
+            add_generation_prompt=prompt,
+            tokenize=False,
+            **arguments,
+        )
         return text
+
+    def _text_or_none(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str | None:
+        try:
+            return self._text(messages, tools, prompt=True, clock=None)
+        except Exception:  # noqa: BLE001
+            # Whatever a template raises, it refuses these messages.
+            return None
 
 
 def without_reasoning(messages: Sequence[Message]) -> list[Message] | None:

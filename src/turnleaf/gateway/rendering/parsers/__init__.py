@@ -1,6 +1,7 @@
 """Parsers of model output, one small file per format, by the names SGLang gives them.
 
-They read the decoded text of a whole output.
+They read a whole output: its decoded text or, where a format has messages of its own, its text
+and control tokens.
 """
 
 import difflib
@@ -8,19 +9,37 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from turnleaf.core import ContractError
-from turnleaf.gateway.rendering.parsers._base import CallParser, ParsedCall, Segments, Tools
+from turnleaf.gateway.rendering.parsers._base import (
+    CallParser,
+    MessageParser,
+    ParsedCall,
+    Piece,
+    Segments,
+    Tools,
+)
+from turnleaf.gateway.rendering.parsers._deepseek import parse_deepseek
+from turnleaf.gateway.rendering.parsers._glm import parse_glm
+from turnleaf.gateway.rendering.parsers._harmony import parse_harmony
 from turnleaf.gateway.rendering.parsers._hermes import parse_hermes
+from turnleaf.gateway.rendering.parsers._llama import parse_llama
 from turnleaf.gateway.rendering.parsers._qwen_xml import parse_qwen_xml
 from turnleaf.gateway.rendering.parsers._reasoning import split_reasoning
 
 __all__ = [
     "CallParser",
+    "MessageParser",
     "ParsedCall",
+    "Piece",
     "ReasoningParser",
     "Segments",
     "Tools",
     "call_parser",
+    "message_parser",
+    "parse_deepseek",
+    "parse_glm",
+    "parse_harmony",
     "parse_hermes",
+    "parse_llama",
     "parse_qwen_xml",
     "reasoning_parser",
     "split_reasoning",
@@ -29,43 +48,78 @@ __all__ = [
 ReasoningParser = Callable[[str, bool], tuple[str, str]]
 """(text, whether the prompt opened the reasoning) → (reasoning, answer)."""
 
+_HARMONY = "gpt-oss"
 _CALLS: Mapping[str, CallParser | None] = {
     "none": None,
     "hermes": parse_hermes,
     "qwen": parse_hermes,
     "qwen25": parse_hermes,
     "qwen3_coder": parse_qwen_xml,
+    "llama3": parse_llama,
+    "glm": parse_glm,
+    "glm45": parse_glm,
+    "deepseekv3": parse_deepseek,
+    _HARMONY: None,
 }
 _REASONING: Mapping[str, ReasoningParser | None] = {
     "none": None,
     "qwen3": split_reasoning,
     "qwen3-thinking": split_reasoning,
+    "glm45": split_reasoning,
+    "deepseek-r1": split_reasoning,
+    "deepseek-v3": split_reasoning,
+    _HARMONY: None,
 }
+_MARKS: tuple[tuple[CallParser, tuple[str, ...]], ...] = (
+    (parse_qwen_xml, ("<function=", "<parameter=")),
+    (parse_glm, ("<tool_call>", "<arg_key>")),
+    (parse_hermes, ("<tool_call>", "arguments")),
+    (parse_deepseek, ("<｜tool▁calls▁begin｜>", "```json")),
+    (parse_llama, ("<|start_header_id|>", '"parameters": ')),
+)
+"""What a template holds that asks for a format; the first that fits is taken."""
+
 _Parser = TypeVar("_Parser")
 
 
 def call_parser(name: str, template: str) -> CallParser | None:
     """The parser of tool calls with that name; "auto" reads it off the chat template.
 
-    None when nothing can parse calls. Raises ContractError for an unknown name.
+    None when nothing can parse calls in a text. Raises ContractError for an unknown name.
     """
     if name != "auto":
         return _named(_CALLS, name, "tool_call_parser")
-    if "<function=" in template and "<parameter=" in template:
-        return parse_qwen_xml
-    if "<tool_call>" in template and "arguments" in template and "<arg_key>" not in template:
-        return parse_hermes
+    for parser, marks in _MARKS:
+        if all(mark in template for mark in marks):
+            return parser
     return None
 
 
 def reasoning_parser(name: str, template: str) -> ReasoningParser | None:
     """The parser of reasoning with that name; "auto" reads it off the chat template.
 
-    None when the output has no reasoning apart. Raises ContractError for an unknown name.
+    None when the text has no reasoning apart. Raises ContractError for an unknown name.
     """
     if name != "auto":
         return _named(_REASONING, name, "reasoning_parser")
     return split_reasoning if "</think>" in template else None
+
+
+def message_parser(calls: str, reasoning: str, template: str) -> MessageParser | None:
+    """The parser that takes the place of both, where an output consists of messages.
+
+    calls, reasoning: the names given for the two; calls may be "none". Raises ContractError when
+    the other's is of another kind.
+    """
+    detected = "<|channel|>" in template and "<|message|>" in template
+    if _HARMONY not in (calls, reasoning) and not (detected and "auto" in (calls, reasoning)):
+        return None
+    if calls in (_HARMONY, "auto", "none") and reasoning in (_HARMONY, "auto"):
+        return parse_harmony
+    raise ContractError(
+        f"tool_call_parser {calls!r} and reasoning_parser {reasoning!r} do not go together: "
+        f"{_HARMONY!r} reads both, so name it for both or leave both at 'auto'"
+    )
 
 
 def _named(parsers: Mapping[str, _Parser], name: str, setting: str) -> _Parser:

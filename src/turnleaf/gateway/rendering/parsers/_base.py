@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import attrs
 
-__all__ = ["CallParser", "ParsedCall", "Segments", "Tools"]
+__all__ = ["CallParser", "MessageParser", "ParsedCall", "Piece", "Segments", "Tools"]
 
 Tools = Sequence[Mapping[str, Any]]
 """OpenAI tool definitions: `{"type": "function", "function": {"name", "parameters", …}}`."""
@@ -31,7 +31,24 @@ class Segments:
     malformed: int
 
 
+@attrs.frozen
+class Piece:
+    """A stretch of an output. control: it is one control token, not text that spells one out."""
+
+    text: str
+    control: bool
+
+
 class CallParser(Protocol):
     """Finds the tool calls in a finished text. Never raises, and never repairs a call."""
 
     def __call__(self, text: str, tools: Tools) -> Segments: ...
+
+
+class MessageParser(Protocol):
+    """Reads a whole output whose format has reasoning, text and calls in messages of their own.
+
+    Never raises, and never repairs a call. Returns the reasoning, and the rest.
+    """
+
+    def __call__(self, pieces: Sequence[Piece], *, calls: bool) -> tuple[str, Segments]: ...

@@ -13,11 +13,9 @@ The format has no escapes, so some values cannot be told from structure. What is
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from turnleaf.gateway._json import DECODER, check_text
 from turnleaf.gateway.rendering.parsers._base import ParsedCall, Segments, Tools
+from turnleaf.gateway.rendering.parsers._schema import json_text, parameters_of, types_of
 
 __all__ = ["parse_qwen_xml"]
 
@@ -29,7 +27,6 @@ _PARAMETER = re.compile(
     r"\s*<parameter=([^<>\n]+)>((?:(?!<parameter=).)*?)</parameter>(?=\s*(?:<parameter=|\Z))",
     re.DOTALL,
 )
-_PYTHON_SPELLING = {"True": "true", "False": "false", "None": "null"}
 
 
 def parse_qwen_xml(text: str, tools: Tools) -> Segments:
@@ -66,9 +63,9 @@ def _read_call(text: str, start: int, end: int, tools: Tools) -> ParsedCall | No
     if function is None or values is None:
         return None
     name = function[1].strip()
-    schema = _schema(name, tools)
+    schema = parameters_of(name, tools)
     members = (
-        f"{json.dumps(key, ensure_ascii=False)}: {_json_text(value, _types(key, schema))}"
+        f"{json.dumps(key, ensure_ascii=False)}: {json_text(value, types_of(key, schema))}"
         for key, value in values.items()
     )
     return ParsedCall(name, "{" + ", ".join(members) + "}")
@@ -81,77 +78,3 @@ def _values(text: str, start: int, end: int) -> dict[str, str] | None:
         values[parameter[1]] = parameter[2].removeprefix("\n").removesuffix("\n")
         start = parameter.end()
     return None if text[start:end].strip() else values
-
-
-def _schema(name: str, tools: Tools) -> Mapping[str, Any]:
-    for tool in tools:
-        function = tool.get("function")
-        if isinstance(function, Mapping) and function.get("name") == name:
-            parameters = function.get("parameters")
-            return parameters if isinstance(parameters, Mapping) else {}
-    return {}
-
-
-def _types(key: str, schema: Mapping[str, Any]) -> set[str]:
-    """JSON types that a property names, itself, by reference or as one of several."""
-    properties = schema.get("properties")
-    open_ = [properties.get(key)] if isinstance(properties, Mapping) else []
-    types: set[str] = set()
-    seen: set[int] = set()
-    while open_:
-        described = open_.pop()
-        if not isinstance(described, Mapping) or id(described) in seen:
-            continue
-        seen.add(id(described))
-        types.update(name for name in _listed(described.get("type")) if isinstance(name, str))
-        open_.append(_resolve(described.get("$ref"), schema))
-        for several in ("anyOf", "oneOf", "allOf"):
-            if isinstance(options := described.get(several), list):
-                open_ += options
-    return types
-
-
-def _listed(named: Any) -> list[Any]:
-    return named if isinstance(named, list) else [named]
-
-
-def _resolve(reference: Any, schema: Mapping[str, Any]) -> Any:
-    if not isinstance(reference, str):
-        return None
-    at: Any = schema
-    for step in reference.removeprefix("#/").split("/"):
-        at = at.get(step) if isinstance(at, Mapping) else None
-    return at
-
-
-def _json_text(value: str, types: set[str]) -> str:
-    bare = value.strip()
-    bare = _PYTHON_SPELLING.get(bare, bare)
-    if "null" in types and bare == "null":
-        return bare
-    if "string" not in types and _fits(bare, types):
-        return bare
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _fits(text: str, types: set[str]) -> bool:
-    if not types:
-        return False
-    try:
-        value = DECODER.decode(text)
-        check_text(value)
-    except (ValueError, RecursionError):
-        return False
-    match value:
-        case bool():
-            return "boolean" in types
-        case int():
-            return bool(types & {"integer", "number"})
-        case float():
-            return "number" in types or ("integer" in types and value.is_integer())
-        case dict():
-            return "object" in types
-        case list():
-            return "array" in types
-        case _:
-            return False

@@ -1,0 +1,72 @@
+"""Llama 3 tool calls: the whole reply is `{"name": …, "parameters": {…}}`.
+
+There are no tags; `<|python_tag|>` may stand before the object. Several objects, separated by `;`,
+are several calls. An object without parameters is an answer that happens to be JSON.
+"""
+
+import re
+
+from turnleaf.gateway.rendering.parsers._base import ParsedCall, Segments, Tools
+from turnleaf.gateway.rendering.parsers._json_objects import (
+    BrokenJson,
+    Member,
+    read_object,
+    skip_space,
+)
+
+__all__ = ["parse_llama"]
+
+_TAG = "<|python_tag|>"
+_LIKE_A_CALL = re.compile(r"\{\s*\"(?:name|parameters|arguments)\"\s*:")
+_PARAMETERS = ("parameters", "arguments")
+
+
+def parse_llama(text: str, tools: Tools) -> Segments:
+    """Read `text` as calls and nothing else, or as text. Arguments are the exact substring.
+
+    Parameters may be called `arguments`: the template asks for the one, other formats taught the
+    model the other. A reply of which any part is no call stays text as a whole.
+    """
+    start = skip_space(text, 0)
+    tagged = text.startswith(_TAG, start)
+    if tagged:
+        start = skip_space(text, start + len(_TAG))
+    if not tagged and not text.startswith("{", start):
+        return Segments((text,), 0)
+    calls, like_calls = _read_calls(text, start)
+    if calls is None:
+        return Segments((text,), int(tagged or like_calls))
+    return Segments(calls, 0)
+
+
+def _read_calls(text: str, start: int) -> tuple[tuple[ParsedCall, ...] | None, bool]:
+    """The calls from `start` to the end, if they are nothing else; whether they look like calls."""
+    calls: list[ParsedCall] = []
+    like_calls = _LIKE_A_CALL.match(text, start) is not None
+    while True:
+        try:
+            members, end = read_object(text, start)
+        except BrokenJson:
+            return None, like_calls
+        call = _call(text, members)
+        if call is None:
+            return None, bool(calls) or any(name in members for name in _PARAMETERS)
+        calls.append(call)
+        at = skip_space(text, end)
+        if at == len(text):
+            return tuple(calls), True
+        if not text.startswith(";", at):
+            return None, True
+        start = skip_space(text, at + 1)
+        if start == len(text):
+            return tuple(calls), True
+
+
+def _call(text: str, members: dict[str, Member]) -> ParsedCall | None:
+    name = members.get("name")
+    given = [members[key] for key in _PARAMETERS if key in members]
+    if name is None or not isinstance(name.value, str) or not name.value:
+        return None
+    if len(given) != 1 or not isinstance(given[0].value, dict):
+        return None
+    return ParsedCall(name.value, text[given[0].start : given[0].end])
