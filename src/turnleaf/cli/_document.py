@@ -8,7 +8,7 @@ import attrs
 from turnleaf.cli._run import Outcome
 from turnleaf.cli._setup import Plan
 from turnleaf.cli._tokens import spans
-from turnleaf.core import Leaf, is_interrupt
+from turnleaf.core import MAX_NESTING, Leaf, is_interrupt, nesting_exceeds
 
 __all__ = ["document", "json_result"]
 
@@ -60,4 +60,8 @@ def json_result(outcome: Outcome) -> object:
         if is_interrupt(error):
             raise
         return outcome.printed_result
-    return copy[0][0][0][0]
+    result: object = copy[0][0][0][0]
+    # One limit, where every Python has another.
+    if nesting_exceeds(result, MAX_NESTING):
+        return outcome.printed_result
+    return result

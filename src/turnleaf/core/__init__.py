@@ -5,7 +5,7 @@ from turnleaf.core._background import Background
 from turnleaf.core._described import described, excerpt, unwrapped
 from turnleaf.core._errors import *  # noqa: F403  # the error tree is public as a whole
 from turnleaf.core._errors import __all__ as _errors
-from turnleaf.core._exchange import checked_payload
+from turnleaf.core._exchange import MAX_NESTING, checked_payload, nesting_exceeds
 from turnleaf.core._protocols import Gateway, Key, Purpose, RolloutSession
 from turnleaf.core._rewards import LARGEST_REWARD, reward_number
 from turnleaf.core._rollout import Rollout, RolloutTimings, run_rollout
@@ -30,6 +30,7 @@ from turnleaf.core._turn import (
 __all__ = [
     "ESTIMATORS",
     "LARGEST_REWARD",
+    "MAX_NESTING",
     "Background",
     "Exclusion",
     "FinishReason",
@@ -59,6 +60,7 @@ __all__ = [
     "described",
     "excerpt",
     "group_advantages",
+    "nesting_exceeds",
     "is_interrupt",
     "reward_number",
     "run_rollout",

@@ -8,7 +8,14 @@ from turnleaf.core._errors import AgentError, BadResultError, PayloadError
 from turnleaf.core._protocols import Key
 from turnleaf.core._rewards import reward_number
 
-__all__ = ["checked_payload", "checked_result", "checked_reward", "with_config"]
+__all__ = [
+    "MAX_NESTING",
+    "checked_payload",
+    "checked_result",
+    "checked_reward",
+    "nesting_exceeds",
+    "with_config",
+]
 
 MAX_NESTING = 100
 """Levels of a payload; far more than any row has, far fewer than Python's recursion takes."""
@@ -34,7 +41,7 @@ def checked_payload(payload: object, *, name: str) -> dict[str, Any]:
     except Exception as error:
         said = described(error)
         raise PayloadError(f"{name}: the payload is not JSON ({said}); {_ROW}") from error
-    if _nesting_exceeds(copy, MAX_NESTING):
+    if nesting_exceeds(copy, MAX_NESTING):
         raise _too_deep(name)
     if not _equal(copy, payload):
         raise PayloadError(
@@ -55,7 +62,8 @@ def _equal(copy: dict[str, Any], payload: dict[str, Any]) -> bool:
         return False
 
 
-def _nesting_exceeds(value: Any, levels: int) -> bool:
+def nesting_exceeds(value: Any, levels: int) -> bool:
+    """Whether JSON values nest deeper than so many levels."""
     level = [value]
     for _ in range(levels):
         containers = [inner for inner in level if isinstance(inner, dict | list)]
