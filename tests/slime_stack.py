@@ -1,6 +1,9 @@
 """slime, or its stand-ins, driving the hooks: a scripted engine, a real worker, real agents."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -278,3 +281,17 @@ def fully_async(stack: Stack, source: Any) -> list[Any]:
 
     groups: list[Any] = generate_rollout_fully_async(stack.args, 0, source)
     return [sample for group in groups for rollout in group for sample in rollout]
+
+
+def last_words(program: str, folder: Path, *, seconds: float) -> str:
+    """The last line on stderr of a program that must end with exit code 1."""
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(folder)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stderr
+    return [line for line in ended.stderr.splitlines() if line.strip()][-1]

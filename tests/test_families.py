@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.families import FAMILIES, o200k_ranks
+from tests.messages import assistant, call, result, user
 from tests.strategies import chat_texts, chats, spelled
 from turnleaf.core import TokenIds
 from turnleaf.gateway.rendering import Parsed, ParsedCall, Renderer, RenderError
@@ -100,22 +101,6 @@ def tool(name: str, description: str = "Does it.") -> dict[str, Any]:
 
 
 TOOLS = [tool("search"), tool("run")]
-
-
-def user(content: str) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
-
-
-def call(name: str, id_: str = "call_0", **arguments: Any) -> dict[str, Any]:
-    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def result(content: str, id_: str = "call_0") -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": id_, "content": content}
 
 
 def ids(renderer: Renderer, text: str) -> TokenIds:

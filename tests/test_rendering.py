@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from tests.messages import assistant, call, result, user
 from tests.strategies import chat_texts, chats, control_texts
 from turnleaf.core import ContractError, TokenIds
 from turnleaf.gateway.rendering import ParsedCall, Renderer, RenderError
@@ -69,22 +70,6 @@ def small_checkpoint(target: Path, template: str | None) -> Path:
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     return folder
-
-
-def user(content: str) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
-
-
-def call(name: str, id_: str = "call_0", **arguments: Any) -> dict[str, Any]:
-    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def result(content: str, id_: str = "call_0") -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": id_, "content": content}
 
 
 def ids(renderer: Renderer, text: str) -> list[int]:

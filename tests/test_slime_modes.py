@@ -2,10 +2,7 @@
 
 import asyncio
 import json
-import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +20,7 @@ from tests.slime_stack import (
     close_kept,
     flat,
     fully_async,
+    last_words,
     row,
     running_slime,
     train_data,
@@ -243,15 +241,4 @@ with slime_stack.running_slime(
 
 
 def test_fully_async_a_set_up_error_ends_the_process(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 1, ended.stderr
-    last = [line for line in ended.stderr.splitlines() if line.strip()][-1]
-    assert "--use-dynamic-batch-size" in last
+    assert "--use-dynamic-batch-size" in last_words(PROGRAM, tmp_path, seconds=60)

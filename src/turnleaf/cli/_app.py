@@ -41,6 +41,17 @@ app = typer.Typer(
 slime = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(slime, name="slime", help="For training with slime.")
 
+ModelOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="With --engine: the checkpoint that it serves, with tokenizer and chat template.",
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
+]
+
 
 def run(arguments: Sequence[str] | None) -> NoReturn:
     """Run the command that the arguments name, and exit."""
@@ -103,13 +114,7 @@ def try_agent(
             metavar="URL", help="The SGLang server that answers. Without it, replies are scripted."
         ),
     ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="With --engine: the checkpoint that it serves, with tokenizer and chat template.",
-        ),
-    ] = None,
+    model: ModelOption = None,
     reply: Annotated[
         list[str] | None,
         typer.Option(
@@ -129,9 +134,7 @@ def try_agent(
         float | None,
         typer.Option(metavar="SECONDS", help="When to cut the agent off; by default after 900."),
     ] = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
-    ] = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Run one rollout of an agent and show the exact tokens that would be trained.
 
@@ -213,16 +216,8 @@ def check_for_slime(
             help="With --canary: the SGLang server that answers. Without it, replies are scripted.",
         ),
     ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="With --engine: the checkpoint that it serves, with tokenizer and chat template.",
-        ),
-    ] = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
-    ] = False,
+    model: ModelOption = None,
+    json_output: JsonOption = False,
 ) -> None:
     """Find what is wrong with a configuration and a dataset before GPUs are spent.
 
