@@ -25,6 +25,7 @@ from turnleaf.adapters.mock import (
 from turnleaf.core import Key, Trajectory
 from turnleaf.gateway import GatewayClient
 from turnleaf.gateway._agents_app import agents_app
+from turnleaf.gateway._constraints import ConstraintPolicy
 from turnleaf.gateway._control_app import control_app
 from turnleaf.gateway._keys import Keys
 from turnleaf.gateway._serving import served
@@ -122,6 +123,7 @@ async def running_gateway(
     retry_grace: float = 0.0,
     engine_url: str | None = None,
     routed_experts_shape: tuple[int, int] | None = None,
+    constraints: ConstraintPolicy = "hint",
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> AsyncIterator[Stack]:
     """Serve until the context is left, then check the ledger against every collected trajectory.
@@ -149,6 +151,7 @@ async def running_gateway(
             engine,
             max_context_tokens=max_context_tokens,
             routed_experts_shape=routed_experts_shape,
+            constraints=constraints,
         )
         agents = create_server(("127.0.0.1", 0))
         control = create_server(("127.0.0.1", 0))

@@ -9,8 +9,10 @@ from hypothesis import given
 
 from tests import strategies
 from turnleaf.gateway.protocols import (
+    Choice,
     Completion,
     RequestError,
+    TokenLogprob,
     completion,
     completion_events,
     parse_chat_request,
@@ -32,7 +34,8 @@ def refusal(**fields: Any) -> RequestError:
 
 
 def test_a_plain_request() -> None:
-    request = parsed(model="m", tools=None, stop=None, stream=None, n=1, logprobs=False)
+    request = parsed(model="m", tools=None, stop=None, stream=None, top_logprobs=0)
+    assert (request.n, request.logprobs) == (1, False)
     assert request.messages == MESSAGES
     assert request.tools is None
     assert not request.parse_calls
@@ -50,26 +53,27 @@ def test_limits_and_stops() -> None:
 
 
 def test_what_the_trainer_owns_and_what_is_a_hint_is_named() -> None:
-    request = parsed(
-        temperature=0, top_p=None, response_format={"type": "json_object"}, user="u", store=True
-    )
-    assert request.ignored == {"response_format": {"type": "json_object"}, "temperature": 0}
+    request = parsed(temperature=0, top_p=None, seed=3, user="u", store=True)
+    assert request.ignored == {"seed": 3, "temperature": 0}
+    assert parsed(parallel_tool_calls=False).ignored == {"parallel_tool_calls": False}
+    assert parsed(parallel_tool_calls=True).ignored == {}  # it happens anyway
 
 
 @pytest.mark.parametrize(
-    ("choice", "parse_calls", "ignored"),
+    ("choice", "parse_calls", "forced"),
     [
-        (None, True, ()),
-        ("auto", True, ()),
-        ("none", False, ()),
-        ("required", True, ("tool_choice",)),
-        ({"type": "function", "function": {"name": "f"}}, True, ("tool_choice",)),
+        (None, True, False),
+        ("auto", True, False),
+        ("none", False, False),
+        ("required", True, True),
+        ({"type": "function", "function": {"name": "f"}}, True, True),
     ],
 )
-def test_tool_choice(choice: Any, parse_calls: bool, ignored: tuple[str, ...]) -> None:
+def test_tool_choice(choice: Any, parse_calls: bool, forced: bool) -> None:
     request = parsed(tools=[TOOL], tool_choice=choice)
     assert request.tools == [TOOL]
-    assert (request.parse_calls, tuple(request.ignored)) == (parse_calls, ignored)
+    assert (request.parse_calls, request.constraints.forced) == (parse_calls, forced)
+    assert request.constraints.fields == (("tool_choice",) if forced else ())
 
 
 @pytest.mark.parametrize(
@@ -79,9 +83,11 @@ def test_tool_choice(choice: Any, parse_calls: bool, ignored: tuple[str, ...]) -
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": MESSAGES * 20_001}, "messages"),
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
         ({"n": True}, "n"),
-        ({"logprobs": True}, "logprobs"),
+        ({"n": "2"}, "n"),
+        ({"logprobs": 1}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"functions": []}, "functions"),
         ({"chat_template_kwargs": {}}, "chat_template_kwargs"),
@@ -108,6 +114,21 @@ def test_tool_choice(choice: Any, parse_calls: bool, ignored: tuple[str, ...]) -
         ({"tools": [{"function": {"name": None}}]}, "tools[0].function.name"),
         ({"tools": [{"function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),
         ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": 1}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": [TOOL], "tool_choice": {}}, "tool_choice.function.name"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function.name",
+        ),
+        ({"tools": [{"function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
+            "response_format.json_schema.schema",
+        ),
     ],
 )
 def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
@@ -127,28 +148,55 @@ def test_any_json_is_parsed_or_refused(value: Any) -> None:
 REPLY = Completion(
     id="chatcmpl-1",
     model="m",
-    message={
-        "role": "assistant",
-        "content": "Both.",
-        "reasoning_content": "Hm.",
-        "tool_calls": [
-            {"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-            for n in range(2)
-        ],
-    },
-    finish_reason="tool_calls",
+    choices=(
+        Choice(
+            turn_id="chatcmpl-1",
+            message={
+                "role": "assistant",
+                "content": "Both.",
+                "reasoning_content": "Hm.",
+                "tool_calls": [
+                    {
+                        "id": f"c{n}",
+                        "type": "function",
+                        "function": {"name": "f", "arguments": "{}"},
+                    }
+                    for n in range(2)
+                ],
+            },
+            finish_reason="tool_calls",
+            completion_tokens=3,
+        ),
+        Choice(
+            turn_id="chatcmpl-1-1",
+            message={"role": "assistant", "content": "é"},
+            finish_reason="length",
+            completion_tokens=2,
+            logprobs=[TokenLogprob("é", -0.5), TokenLogprob("\ufffd", -1.0)],
+        ),
+    ),
     prompt_tokens=7,
-    completion_tokens=3,
     cached_tokens=5,
 )
+LOGPROBS = {
+    "content": [
+        {"token": "é", "logprob": -0.5, "bytes": [195, 169], "top_logprobs": []},
+        {"token": "\ufffd", "logprob": -1.0, "bytes": None, "top_logprobs": []},
+    ],
+    "refusal": None,
+}
 
 
 def test_a_whole_reply() -> None:
     body = json.loads(completion(REPLY))
     assert body["object"] == "chat.completion"
-    assert body["choices"][0]["message"] == REPLY.message
-    assert body["choices"][0]["finish_reason"] == "tool_calls"
-    assert body["usage"]["total_tokens"] == 10
+    first, second = body["choices"]
+    assert (first["index"], first["finish_reason"]) == (0, "tool_calls")
+    assert (second["index"], second["finish_reason"]) == (1, "length")
+    assert [first["message"], second["message"]] == [one.message for one in REPLY.choices]
+    assert (first["logprobs"], second["logprobs"]) == (None, LOGPROBS)
+    assert body["usage"]["completion_tokens"] == 5
+    assert body["usage"]["total_tokens"] == 12
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
 
 
@@ -160,16 +208,20 @@ def test_the_events_add_up_to_the_whole_reply(include_usage: bool) -> None:
     if include_usage:
         usage = chunks.pop()
         assert usage["choices"] == []
-        assert usage["usage"]["total_tokens"] == 10
+        assert usage["usage"]["total_tokens"] == 12
     assert all(("usage" in chunk) == include_usage for chunk in chunks)
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    for name in ("content", "reasoning_content"):
-        assert "".join(delta.get(name, "") for delta in deltas) == REPLY.message[name]
-    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert [call.pop("index") for call in calls] == [0, 1]
-    assert calls == REPLY.message["tool_calls"]
-    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
-    assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
+    for index, choice in enumerate(REPLY.choices):
+        told = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        deltas = [one["delta"] for one in told]
+        for name in ("content", "reasoning_content"):
+            text = "".join(delta.get(name, "") for delta in deltas)
+            assert text == choice.message.get(name, "")
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        assert [call.pop("index") for call in calls] == list(range(len(calls)))
+        assert calls == choice.message.get("tool_calls", [])
+        reasons = [one["finish_reason"] for one in told]
+        assert reasons == [None] * (len(reasons) - 1) + [choice.finish_reason]
+        assert [one["logprobs"] for one in told if one["logprobs"]] == [LOGPROBS] * index
 
 
 @pytest.mark.parametrize(

@@ -104,13 +104,15 @@ class Agent:
             else message
             for message in messages
         ]
-        request = parse_chat_request({"messages": sent, "tools": TOOLS, "max_tokens": 4000})
+        n = 1 if linear else self.data.draw(st.sampled_from([1, 1, 1, 2]))
+        request = parse_chat_request({"messages": sent, "tools": TOOLS, "max_tokens": 4000, "n": n})
         prepared = await self.turns.prepare(self.record, request, Call(), trained=True)
         self.check_thoughts(prepared)
         reply = await self.turns.sample(self.record, prepared, Call())
         if linear or self.data.draw(st.integers(0, 3)):
-            self.turns.deliver(self.record, reply.id)
-        self.branches.append([*messages, reply.message, *self.following(reply.message)])
+            self.turns.deliver(self.record, *reply.turn_ids)
+        for choice in reply.choices:
+            self.branches.append([*messages, choice.message, *self.following(choice.message)])
         if not linear and self.data.draw(st.integers(0, 3)) == 0:
             edited = self.data.draw(st.integers(0, len(messages) - 1))
             change = {**messages[edited], "content": "edited"}

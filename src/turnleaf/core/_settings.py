@@ -174,6 +174,13 @@ class Settings:
         validator=_Expect("`restore` or `as_sent`", lambda value: value in ("restore", "as_sent")),
         metadata={"section": "turnleaf.history."},
     )
+    constraints: Literal["hint", "refuse", "enforce"] = attrs.field(
+        default="hint",
+        validator=_Expect(
+            "`hint`, `refuse` or `enforce`", lambda value: value in ("hint", "refuse", "enforce")
+        ),
+        metadata=_UNDER_TURNLEAF,
+    )
     max_context_tokens: int | None = attrs.field(
         default=None,
         validator=_Expect(

@@ -169,7 +169,7 @@ class ChatCompletions:
                     await reply.complete(outcome)
                     # At once: the server reports the end of a reply as a disconnect too.
                     if not client.gone.is_set():
-                        self._turns.deliver(record, outcome.id)
+                        self._turns.deliver(record, *outcome.turn_ids)
                         delivered = True
                 elif isinstance(outcome, RequestError) and not client.gone.is_set():
                     await reply.fail(outcome)

@@ -99,7 +99,7 @@ class AskedTurns:
     def deliver(self, turn_id: str) -> None:
         """A later request shows that the agent has the turn's reply."""
         for asked in self._asked:
-            if isinstance(asked.outcome, Completion) and asked.outcome.id == turn_id:
+            if isinstance(asked.outcome, Completion) and turn_id in asked.outcome.turn_ids:
                 asked.deliver()
 
     def claim(self, identity: bytes, *, marked: bool) -> Asked | None:

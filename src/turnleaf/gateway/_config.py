@@ -9,6 +9,7 @@ import cattrs
 from cattrs.errors import ForbiddenExtraKeysError
 
 from turnleaf.core import ContractError, Settings
+from turnleaf.gateway._constraints import ConstraintPolicy
 from turnleaf.gateway._history import ClientReasoning
 
 __all__ = ["PORTS", "WorkerConfig", "routable_address"]
@@ -40,8 +41,8 @@ class WorkerConfig:
     any free one, another starts a range of `PORTS`. control_host: where the trainer connects.
     public_url: what agents are told instead of host and port, `{port}` filled in.
     template_arguments: passed to the chat template on every render. max_context_tokens: None for
-    the model's own limit. retry_grace: seconds for which a turn whose connection was lost waits for
-    a retry.
+    the model's own limit. constraints: what becomes of an agent's wish for replies of a certain
+    form. retry_grace: seconds for which a turn whose connection was lost waits for a retry.
     routed_experts_shape: (layers, top_k) of the model, when every turn records which experts each
     token was routed to; None for none. expect_top_p_ids: keys' sampling will ask for the ids that
     top-p kept. What is expected here is tried out before the worker is ready.
@@ -57,6 +58,7 @@ class WorkerConfig:
     public_url: str | None = None
     template_arguments: dict[str, Any] = attrs.Factory(dict)
     client_reasoning: ClientReasoning = "restore"
+    constraints: ConstraintPolicy = "hint"
     max_context_tokens: int | None = None
     retry_grace: float = 30.0
     tool_call_parser: str = "auto"
@@ -88,6 +90,7 @@ class WorkerConfig:
             port=settings.gateway_port,
             public_url=settings.public_url,
             client_reasoning=settings.client_reasoning,
+            constraints=settings.constraints,
             max_context_tokens=settings.max_context_tokens,
             retry_grace=settings.retry_grace,
             tool_call_parser=settings.tool_call_parser,

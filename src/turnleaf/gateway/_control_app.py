@@ -98,6 +98,9 @@ def _sampling(sampling: Any) -> dict[str, Any]:
     stop = sampling.get("stop") or []
     if not isinstance(stop, str | list) or not all(isinstance(one, str) for one in stop):
         raise bad_request("sampling.stop", "is a string or a list of strings")
+    seed = sampling.get("sampling_seed")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise bad_request("sampling.sampling_seed", "is an integer")
     if not isinstance(sampling.get("custom_params") or {}, dict):
         raise bad_request("sampling.custom_params", "is an object")
     return sampling

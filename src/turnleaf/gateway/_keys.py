@@ -4,6 +4,7 @@ import hashlib
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -50,9 +51,10 @@ class Call:
 class Record:
     """One key and everything recorded under it.
 
-    sampling: the trainer's sampling parameters, never changed. clock: what templates that print
-    the time are told, for as long as the key lives. expires_at, closed_at, collected_at:
-    `time.monotonic` seconds.
+    sampling: the trainer's sampling parameters, never changed. sampled_from: how many turns were
+    sampled from each prompt, by its digest; counted where a seed would make them equal. clock: what
+    templates that print the time are told, for as long as the key lives. expires_at, closed_at,
+    collected_at: `time.monotonic` seconds.
     """
 
     id: str
@@ -66,15 +68,16 @@ class Record:
     trajectory: Trajectory = attrs.field(factory=Trajectory)
     calls: set[Call] = attrs.field(factory=set)
     warned: set[str] = attrs.field(factory=set)
+    sampled_from: Counter[bytes] = attrs.field(factory=Counter)
     closed_at: float | None = None
     collected_at: float | None = None
     _next_index: int = 0
 
-    def take_index(self) -> int:
-        """The next turn's index."""
-        index = self._next_index
-        self._next_index += 1
-        return index
+    def take_indices(self, count: int) -> range:
+        """The indices of the next turns."""
+        first = self._next_index
+        self._next_index += count
+        return range(first, first + count)
 
     def outlived(self, now: float) -> bool:
         """Whether nobody can be expected to collect the trajectory any more."""

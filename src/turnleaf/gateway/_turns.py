@@ -1,9 +1,10 @@
 """One turn: from a chat request to recorded tokens and the reply that they spell."""
 
+import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,7 +13,8 @@ import anyio.to_thread
 import attrs
 import numpy as np
 
-from turnleaf.core import EngineError, Place, Replay, TokenIds, Turn, TurnTimings
+from turnleaf.core import EngineError, Exclusion, Place, Replay, TokenIds, Turn, TurnTimings
+from turnleaf.gateway._constraints import ConstraintPolicy, constrained_sampling
 from turnleaf.gateway._history import Conversation, Match
 from turnleaf.gateway._http import BODY_LIMIT
 from turnleaf.gateway._keys import Call, Record
@@ -26,7 +28,14 @@ from turnleaf.gateway.engines import (
     UntrustedReply,
     WantedExperts,
 )
-from turnleaf.gateway.protocols import ChatRequest, Completion, RequestError
+from turnleaf.gateway.protocols import (
+    ChatRequest,
+    Choice,
+    Completion,
+    RequestError,
+    TokenLogprob,
+    not_supported,
+)
 from turnleaf.gateway.rendering import Parsed, Rendered, Renderer, RenderError
 
 __all__ = ["Prepared", "Turns", "ended"]
@@ -47,13 +56,15 @@ RETRY_AFTER = 2
 class Prepared:
     """A request whose prompt is built.
 
-    started: Unix time. began: the same moment by `time.monotonic`. prompt: int32[n], the whole
-    prompt. shows_reasoning: it holds reasoning of earlier messages. max_new_tokens: the least of
-    the agent's, the trainer's and what the context leaves.
+    turn_ids, indices: of the turns that are to be sampled from it. started: Unix time. began: the
+    same moment by `time.monotonic`. prompt: int32[n], the whole prompt. shows_reasoning: it holds
+    reasoning of earlier messages. max_new_tokens: the least of the agent's, the trainer's and what
+    the context leaves. constraint: sampling parameters that mask what is sampled; None when nothing
+    does.
     """
 
-    turn_id: str
-    index: int
+    turn_ids: tuple[str, ...]
+    indices: range
     started: float
     began: float
     request: ChatRequest
@@ -63,6 +74,12 @@ class Prepared:
     prompt: TokenIds
     shows_reasoning: bool
     max_new_tokens: int
+    constraint: Mapping[str, Any] | None
+
+    @property
+    def id(self) -> str:
+        """What the agent is told of it."""
+        return self.turn_ids[0]
 
 
 class Turns:
@@ -70,6 +87,7 @@ class Turns:
 
     max_context_tokens: the most tokens that prompt and output may have together.
     routed_experts_shape: (layers, top_k) of the experts that every turn records; None for none.
+    constraints: what becomes of an agent's wish for replies of a certain form.
     """
 
     def __init__(
@@ -79,11 +97,13 @@ class Turns:
         *,
         max_context_tokens: int,
         routed_experts_shape: tuple[int, int] | None = None,
+        constraints: ConstraintPolicy = "hint",
     ) -> None:
         self._renderer = renderer
         self._engine = ContinuingEngine(engine)
         self._max_context_tokens = max_context_tokens
         self._experts_shape = routed_experts_shape
+        self._constraints = constraints
         self._one_at_a_time = anyio.Lock()
 
     @property
@@ -96,10 +116,11 @@ class Turns:
     ) -> Prepared:
         """Build the prompt of a request.
 
-        Raises RequestError: 400 for messages that cannot be rendered and for a prompt that leaves
-        no room in the context, 401 when the call is ended meanwhile.
+        Raises RequestError: 400 for messages that cannot be rendered, for a prompt that leaves no
+        room in the context and for constraints that are refused, 401 when the call is ended
+        meanwhile.
         """
-        index = record.take_index()
+        indices = record.take_indices(request.n)
         if request.parse_calls and not self._renderer.can_parse_calls:
             raise RequestError(
                 400,
@@ -108,7 +129,10 @@ class Turns:
                 code="unsupported_parameter",
                 param="tools",
             )
-        self._warn_of_ignored(record, request)
+        constraint = constrained_sampling(
+            request.constraints, self._constraints, self._renderer.call_frame
+        )
+        self._warn_of_ignored(record, request, constraint)
         started, began = time.time(), time.monotonic()
         conversation = record.history.read(request.messages, request.tools)
         match = record.history.match(
@@ -122,9 +146,15 @@ class Turns:
             raise RequestError(
                 400, f"messages: {error}", code="invalid_value", param="messages"
             ) from None
+        if constraint is not None and self._renderer.opens_reasoning(prompt.ids):
+            raise not_supported(
+                request.constraints.fields[0],
+                "it cannot be enforced in a reply that begins inside of reasoning",
+            )
+        turn_id = f"chatcmpl-{secrets.token_hex(12)}"
         return Prepared(
-            turn_id=f"chatcmpl-{secrets.token_hex(12)}",
-            index=index,
+            turn_ids=(turn_id, *(f"{turn_id}-{at}" for at in range(1, request.n))),
+            indices=indices,
             started=started,
             began=began,
             request=request,
@@ -134,38 +164,68 @@ class Turns:
             prompt=prompt.ids,
             shows_reasoning=prompt.shows_reasoning,
             max_new_tokens=self._max_new_tokens(record, request, len(prompt.ids)),
+            constraint=constraint,
         )
 
     async def sample(self, record: Record, prepared: Prepared, call: Call) -> Completion:
-        """Sample the turn and record it, as undelivered until `deliver` says otherwise.
+        """Sample the turns and record them, as undelivered until `deliver` says otherwise.
 
         Raises RequestError when there is no reply to give: 401 when the key was closed meanwhile,
         424 when the engine refuses the call, 502 for a reply of it that does not add up, 503 when
-        it has trouble.
+        it has trouble. When one of the turns fails, the others are ended.
         """
+        choices: dict[int, Choice] = {}
+        cached_tokens: dict[int, int] = {}
+        failures: list[RequestError] = []
+
+        async def sample_one(at: int) -> None:
+            try:
+                choices[at], cached_tokens[at] = await self._sample_one(record, prepared, at, call)
+            except RequestError as error:
+                failures.append(error)
+                call.end("undelivered")
+
+        async with anyio.create_task_group() as tasks:
+            for at in range(len(prepared.turn_ids)):
+                tasks.start_soon(sample_one, at)
+        for failure in failures:
+            raise failure
+        return Completion(
+            id=prepared.id,
+            model=prepared.request.model,
+            choices=tuple(choices[at] for at in sorted(choices)),
+            prompt_tokens=len(prepared.prompt),
+            cached_tokens=cached_tokens[0],
+        )
+
+    def deliver(self, record: Record, *turn_ids: str) -> None:
+        """The agent has the turns' replies."""
+        for turn_id in turn_ids:
+            if record.trajectory.turn(turn_id).excluded == "undelivered":
+                record.trajectory.exclude(turn_id, None)
+                record.asked.deliver(turn_id)
+
+    async def _sample_one(
+        self, record: Record, prepared: Prepared, at: int, call: Call
+    ) -> tuple[Choice, int]:
+        """Sample one of the turns: its reply, and how many tokens the engine had cached."""
         began = time.monotonic()
         experts = self._wanted_experts(record, prepared.prompt)
-        reply = await self._generate(record, prepared, call, experts)
+        reply = await self._generate(record, prepared, at, call, experts)
         engine_seconds = time.monotonic() - began
-        turn = self._turn(record, prepared, reply, call, engine_seconds, experts)
+        turn = self._turn(record, prepared, at, reply, call, engine_seconds, experts)
         record.trajectory.add(turn)
         if call.stop.is_set():
             raise ended()
-        completion = self._completion(prepared, reply)
+        choice = self._choice(prepared, at, reply)
         record.history.record(
             prepared.conversation,
             prepared.match,
-            completion.message,
+            choice.message,
             turn.id,
             shows_reasoning=prepared.shows_reasoning,
         )
-        return completion
-
-    def deliver(self, record: Record, turn_id: str) -> None:
-        """The agent has the turn's reply."""
-        if record.trajectory.turn(turn_id).excluded == "undelivered":
-            record.trajectory.exclude(turn_id, None)
-            record.asked.deliver(turn_id)
+        return choice, reply.cached_tokens
 
     async def _prompt(
         self,
@@ -227,7 +287,14 @@ class Turns:
         return min(limit for limit in limits if limit is not None)
 
     def _sampling(self, record: Record, prepared: Prepared) -> dict[str, Any]:
-        sampling = {**record.sampling, "max_new_tokens": prepared.max_new_tokens}
+        sampling = {**record.sampling, **(prepared.constraint or {})}
+        sampling["max_new_tokens"] = prepared.max_new_tokens
+        seed = sampling.get("sampling_seed")
+        if seed is not None:
+            # Equal prompts and equal seeds would be equal replies.
+            digest = hashlib.blake2b(prepared.prompt.tobytes(), digest_size=16).digest()
+            sampling["sampling_seed"] = seed + record.sampled_from[digest]
+            record.sampled_from[digest] += 1
         stop = sampling.get("stop") or []
         stop = [*([stop] if isinstance(stop, str) else stop), *prepared.request.stop]
         if stop:
@@ -245,10 +312,15 @@ class Turns:
         return WantedExperts(self._experts_shape, _first_row(self._place(record, prompt)))
 
     async def _generate(
-        self, record: Record, prepared: Prepared, call: Call, experts: WantedExperts | None
+        self,
+        record: Record,
+        prepared: Prepared,
+        at: int,
+        call: Call,
+        experts: WantedExperts | None,
     ) -> EngineReply:
         request = EngineRequest(
-            turn_id=prepared.turn_id,
+            turn_id=prepared.turn_ids[at],
             input_ids=prepared.prompt,
             sampling=self._sampling(record, prepared),
             routing_key=record.name,
@@ -278,19 +350,21 @@ class Turns:
         self,
         record: Record,
         prepared: Prepared,
+        at: int,
         reply: EngineReply,
         call: Call,
         engine_seconds: float,
         experts: WantedExperts | None,
     ) -> Turn:
         place = self._place(record, prepared.prompt)
+        excluded: Exclusion
         if call.stop.is_set():
             excluded = call.reason
         else:
-            excluded = "undelivered" if prepared.trained else "untrained"
+            excluded = _excluded(prepared)
         return Turn(
-            id=prepared.turn_id,
-            index=prepared.index,
+            id=prepared.turn_ids[at],
+            index=prepared.indices[at],
             parent=place.parent,
             keep=place.keep,
             prompt=prepared.prompt[place.keep :],
@@ -309,7 +383,7 @@ class Turns:
             excluded=excluded,
         )
 
-    def _completion(self, prepared: Prepared, reply: EngineReply) -> Completion:
+    def _choice(self, prepared: Prepared, at: int, reply: EngineReply) -> Choice:
         request = prepared.request
         parsed = self._renderer.parse(
             reply.output,
@@ -319,26 +393,36 @@ class Turns:
             prompt=prepared.prompt,
         )
         if parsed.malformed:
-            logger.info("turn %s: %d tool calls were malformed", prepared.turn_id, parsed.malformed)
+            turn_id = prepared.turn_ids[at]
+            logger.info("turn %s: %d tool calls were malformed", turn_id, parsed.malformed)
         finish_reason: str = reply.finish_reason
         if finish_reason == "stop" and parsed.calls:
             finish_reason = "tool_calls"
-        return Completion(
-            id=prepared.turn_id,
-            model=request.model,
+        return Choice(
+            turn_id=prepared.turn_ids[at],
             message=_message(parsed),
             finish_reason=finish_reason,
-            prompt_tokens=len(prepared.prompt),
             completion_tokens=len(reply.output),
-            cached_tokens=reply.cached_tokens,
+            logprobs=self._token_logprobs(reply) if request.logprobs else None,
         )
 
-    def _warn_of_ignored(self, record: Record, request: ChatRequest) -> None:
+    def _token_logprobs(self, reply: EngineReply) -> list[TokenLogprob]:
+        texts = self._renderer.token_texts(reply.output)
+        return [
+            TokenLogprob(text, logprob)
+            for text, logprob in zip(texts, reply.logprobs.tolist(), strict=True)
+        ]
+
+    def _warn_of_ignored(
+        self, record: Record, request: ChatRequest, constraint: Mapping[str, Any] | None
+    ) -> None:
         asked = [
             name
             for name, value in request.ignored.items()
             if name not in record.warned and record.sampling.get(name) != value
         ]
+        if constraint is None:
+            asked += [name for name in request.constraints.fields if name not in record.warned]
         if asked:
             record.warned.update(asked)
             logger.info(
@@ -346,6 +430,13 @@ class Turns:
                 record.id,
                 ", ".join(asked),
             )
+
+
+def _excluded(prepared: Prepared) -> Exclusion:
+    """Why a turn is not trained whose reply has not been delivered yet."""
+    if not prepared.trained:
+        return "untrained"
+    return "undelivered" if prepared.constraint is None else "constrained"
 
 
 def _first_row(place: Place) -> int:

@@ -70,6 +70,7 @@ async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
             engine,
             max_context_tokens=limit,
             routed_experts_shape=config.routed_experts_shape,
+            constraints=config.constraints,
         )
         model_id = config.model_id or Path(config.model).name
         agents = Watched(agents_app(keys, turns, model_id=model_id))

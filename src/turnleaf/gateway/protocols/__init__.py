@@ -1,21 +1,26 @@
 """The protocols that agents speak, apart from how they are served."""
 
-from turnleaf.gateway.protocols._chat import (
-    ChatRequest,
+from turnleaf.gateway.protocols._chat import ChatRequest, parse_chat_request
+from turnleaf.gateway.protocols._completions import (
+    Choice,
     Completion,
+    TokenLogprob,
     completion,
     completion_events,
     error_event,
-    parse_chat_request,
 )
+from turnleaf.gateway.protocols._constraints import Constraints
 from turnleaf.gateway.protocols._errors import RequestError, bad_request, not_supported
 from turnleaf.gateway.protocols._messages import Message, canonical_text, normalise
 
 __all__ = [
     "ChatRequest",
+    "Choice",
     "Completion",
+    "Constraints",
     "Message",
     "RequestError",
+    "TokenLogprob",
     "bad_request",
     "canonical_text",
     "completion",

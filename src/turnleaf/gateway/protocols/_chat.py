@@ -1,22 +1,14 @@
-"""OpenAI chat completions: requests in, completions and their event streams out."""
+"""OpenAI chat completions, as requests."""
 
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
-import orjson
 
-from turnleaf.gateway.protocols._errors import RequestError, bad_request, not_supported
+from turnleaf.gateway.protocols._constraints import Constraints, read_constraints
+from turnleaf.gateway.protocols._errors import bad_request, not_supported
 
-__all__ = [
-    "ChatRequest",
-    "Completion",
-    "completion",
-    "completion_events",
-    "error_event",
-    "parse_chat_request",
-]
+__all__ = ["ChatRequest", "parse_chat_request"]
 
 TRAINER_OWNED = frozenset(
     {
@@ -36,13 +28,15 @@ HINTS = frozenset(
     {
         "parallel_tool_calls",
         "reasoning_effort",
-        "response_format",
         "seed",
         "verbosity",
     }
 )
-"""Fields that are read as wishes: enforcing them would change the sampled probabilities."""
+"""Fields that are read as wishes. A seed is one of them: rollouts of one group that sample with
+equal seeds are copies of each other."""
 
+_GRANTED = {"parallel_tool_calls": True}
+"""Wishes for what happens anyway."""
 _WITHOUT_EFFECT = frozenset(
     {
         "metadata",
@@ -57,8 +51,11 @@ _READ = frozenset(
     {
         "max_completion_tokens",
         "max_tokens",
+        "logprobs",
         "messages",
         "model",
+        "n",
+        "response_format",
         "stop",
         "stream",
         "stream_options",
@@ -67,15 +64,11 @@ _READ = frozenset(
     }
 )
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "logprobs": (False,),
     "top_logprobs": (0,),
     "modalities": (["text"],),
 }
 _REMEDIES = {
-    "n": "send one request per completion",
-    "logprobs": "read them from the trajectory",
-    "top_logprobs": "leave it out",
+    "top_logprobs": "logprobs gives those of what was sampled; nothing else is recorded",
     "functions": "send tools instead",
     "function_call": "send tool_choice instead",
     "chat_template_kwargs": "template arguments come from the trainer",
@@ -84,6 +77,7 @@ _MAX_STOPS = 32
 _MAX_STOP_LENGTH = 1024
 _MAX_MESSAGES = 20_000
 _MAX_TOOLS = 1_000
+_MAX_CHOICES = 128  # OpenAI's
 
 
 @attrs.frozen(eq=False)
@@ -91,19 +85,24 @@ class ChatRequest:
     """A chat completion request, checked.
 
     messages: raw, as sent. tools: OpenAI tool objects, or None. parse_calls: whether the reply
-    may be read as tool calls. max_tokens: the agent's own limit on the reply, or None. ignored:
-    fields, with their values, that ask for what the trainer owns or are taken as hints.
+    may be read as tool calls. n: how many replies to sample. logprobs: whether to tell those of
+    every token. max_tokens: the agent's own limit on a reply, or None. ignored: fields, with their
+    values, that ask for what the trainer owns or are taken as hints. constraints: what only some
+    settings let a request ask for.
     """
 
     messages: list[Any]
     tools: list[dict[str, Any]] | None
     parse_calls: bool
+    n: int
+    logprobs: bool
     max_tokens: int | None
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
     model: str
     ignored: Mapping[str, Any]
+    constraints: Constraints
 
 
 def parse_chat_request(body: Any) -> ChatRequest:
@@ -118,18 +117,23 @@ def parse_chat_request(body: Any) -> ChatRequest:
         elif name not in _READ | TRAINER_OWNED | HINTS | _WITHOUT_EFFECT:
             raise not_supported(name, _REMEDIES.get(name, "leave it out"))
     tools = _tools(given.get("tools"))
-    parse_calls, forced = _tool_choice(given.get("tool_choice"), tools)
-    hints = HINTS | {"tool_choice"} if forced else HINTS
     return ChatRequest(
         messages=_messages(given.get("messages")),
         tools=tools,
-        parse_calls=parse_calls,
+        parse_calls=tools is not None and given.get("tool_choice") != "none",
+        n=_count(given.get("n", 1)),
+        logprobs=_boolean(given, "logprobs"),
         max_tokens=_max_tokens(given),
         stop=_stop(given.get("stop")),
         stream=_boolean(given, "stream"),
         include_usage=_include_usage(given.get("stream_options")),
         model=_model(given.get("model", "")),
-        ignored={name: given[name] for name in sorted(given.keys() & (TRAINER_OWNED | hints))},
+        ignored={
+            name: given[name]
+            for name in sorted(given.keys() & (TRAINER_OWNED | HINTS))
+            if given[name] is not _GRANTED.get(name)
+        },
+        constraints=read_constraints(given, tools),
     )
 
 
@@ -167,15 +171,10 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def _tool_choice(choice: Any, tools: list[dict[str, Any]] | None) -> tuple[bool, bool]:
-    """Whether calls are parsed, and whether the agent wanted to force one."""
-    if choice == "none":
-        return False, False
-    if choice is None or choice == "auto":
-        return tools is not None, False
-    if choice == "required" or isinstance(choice, dict):
-        return tools is not None, True
-    raise bad_request("tool_choice", "is 'auto', 'none', 'required' or names a function")
+def _count(n: Any) -> int:
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= _MAX_CHOICES:
+        raise bad_request("n", f"is a whole number from 1 to {_MAX_CHOICES}")
+    return n
 
 
 def _max_tokens(given: Mapping[str, Any]) -> int | None:
@@ -216,89 +215,3 @@ def _include_usage(options: Any) -> bool:
     if not isinstance(include_usage, bool | None):
         raise bad_request("stream_options.include_usage", "is true or false")
     return bool(include_usage)
-
-
-@attrs.frozen(eq=False)
-class Completion:
-    """A sampled reply, ready to be told.
-
-    message: the assistant message as the protocol has it. finish_reason: stop, length or
-    tool_calls. Token counts are of the whole prompt, the reply, and what the prefix cache held.
-    """
-
-    id: str
-    model: str
-    message: dict[str, Any]
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    created: int = attrs.field(factory=lambda: int(time.time()))
-
-    def usage(self) -> dict[str, Any]:
-        """The protocol's usage object."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
-def completion(reply: Completion) -> bytes:
-    """The body of an unstreamed reply."""
-    return orjson.dumps(
-        {
-            "id": reply.id,
-            "object": "chat.completion",
-            "created": reply.created,
-            "model": reply.model,
-            "choices": [
-                {
-                    "index": 0,
-                    "message": reply.message,
-                    "logprobs": None,
-                    "finish_reason": reply.finish_reason,
-                }
-            ],
-            "usage": reply.usage(),
-        }
-    )
-
-
-def completion_events(reply: Completion, *, include_usage: bool) -> Iterator[bytes]:
-    """The server-sent events of a reply that is already whole, `[DONE]` included."""
-
-    def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
-        chunk = {
-            "id": reply.id,
-            "object": "chat.completion.chunk",
-            "created": reply.created,
-            "model": reply.model,
-            "choices": choices,
-            **({"usage": None} if include_usage else {}),
-            **more,
-        }
-        return b"data: " + orjson.dumps(chunk) + b"\n\n"
-
-    def delta(fields: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        return event(
-            [{"index": 0, "delta": fields, "logprobs": None, "finish_reason": finish_reason}]
-        )
-
-    message = reply.message
-    yield delta({"role": "assistant", "content": ""})
-    for name in ("reasoning_content", "content"):
-        if message.get(name):
-            yield delta({name: message[name]})
-    for position, call in enumerate(message.get("tool_calls", ())):
-        yield delta({"tool_calls": [{"index": position, **call}]})
-    yield delta({}, reply.finish_reason)
-    if include_usage:
-        yield event([], usage=reply.usage())
-    yield b"data: [DONE]\n\n"
-
-
-def error_event(error: RequestError) -> bytes:
-    """The server-sent event that ends a stream which broke."""
-    return b"data: " + orjson.dumps(error.body()) + b"\n\n"

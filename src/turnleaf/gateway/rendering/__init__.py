@@ -2,6 +2,6 @@
 
 from turnleaf.gateway.rendering._errors import RenderError
 from turnleaf.gateway.rendering._renderer import Parsed, Rendered, Renderer
-from turnleaf.gateway.rendering.parsers import ParsedCall
+from turnleaf.gateway.rendering.parsers import CallFrame, ParsedCall
 
-__all__ = ["Parsed", "ParsedCall", "RenderError", "Rendered", "Renderer"]
+__all__ = ["CallFrame", "Parsed", "ParsedCall", "RenderError", "Rendered", "Renderer"]

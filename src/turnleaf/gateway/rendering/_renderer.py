@@ -1,6 +1,6 @@
 """Messages to token ids and back, under one checkpoint's own tokenizer and chat template."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from turnleaf.gateway.rendering._errors import RenderError
 from turnleaf.gateway.rendering._loading import load_checkpoint
 from turnleaf.gateway.rendering._template import Template, without_reasoning
 from turnleaf.gateway.rendering.parsers import (
+    CallFrame,
     CallParser,
     MessageParser,
     ParsedCall,
@@ -125,6 +126,11 @@ class Renderer:
         """Whether tool calls in an output can be read."""
         return self._can_parse_calls
 
+    @property
+    def call_frame(self) -> Callable[[str], CallFrame] | None:
+        """How a function's calls are written around their arguments; None if not as JSON."""
+        return parsers.call_frame(self._parse_calls)
+
     def render(
         self,
         messages: Sequence[Message],
@@ -206,6 +212,14 @@ class Renderer:
         if not tools or self._parse_calls is None:
             return Parsed(text, reasoning, (), 0)
         return self._as_message(self._parse_calls(text, tools), reasoning, text)
+
+    def opens_reasoning(self, prompt: TokenIds) -> bool:
+        """Whether what is sampled from a prompt begins inside of reasoning."""
+        return self._split_reasoning is not None and self._opens_reasoning(prompt)
+
+    def token_texts(self, ids: TokenIds) -> list[str]:
+        """The text of each token; U-FFFD where it is no whole character of its own."""
+        return [self._tokenizer.decode([id_]) for id_ in ids.tolist()]
 
     def decode(self, ids: TokenIds) -> str:
         """The text of tokens, control tokens included."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from turnleaf.core import ContractError
 from turnleaf.gateway.rendering.parsers._base import (
+    CallFrame,
     CallParser,
     MessageParser,
     ParsedCall,
@@ -20,12 +21,13 @@ from turnleaf.gateway.rendering.parsers._base import (
 from turnleaf.gateway.rendering.parsers._deepseek import parse_deepseek
 from turnleaf.gateway.rendering.parsers._glm import parse_glm
 from turnleaf.gateway.rendering.parsers._harmony import parse_harmony
-from turnleaf.gateway.rendering.parsers._hermes import parse_hermes
+from turnleaf.gateway.rendering.parsers._hermes import hermes_frame, parse_hermes
 from turnleaf.gateway.rendering.parsers._llama import parse_llama
 from turnleaf.gateway.rendering.parsers._qwen_xml import parse_qwen_xml
 from turnleaf.gateway.rendering.parsers._reasoning import split_reasoning
 
 __all__ = [
+    "CallFrame",
     "CallParser",
     "MessageParser",
     "ParsedCall",
@@ -33,6 +35,7 @@ __all__ = [
     "ReasoningParser",
     "Segments",
     "Tools",
+    "call_frame",
     "call_parser",
     "message_parser",
     "parse_deepseek",
@@ -93,6 +96,14 @@ def call_parser(name: str, template: str) -> CallParser | None:
         if all(mark in template for mark in marks):
             return parser
     return None
+
+
+def call_frame(parser: CallParser | None) -> Callable[[str], CallFrame] | None:
+    """How a function's calls, which `parser` reads, are written around their arguments.
+
+    None where arguments are not written as a JSON object in one place.
+    """
+    return hermes_frame if parser is parse_hermes else None
 
 
 def reasoning_parser(name: str, template: str) -> ReasoningParser | None:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import attrs
 
-__all__ = ["CallParser", "MessageParser", "ParsedCall", "Piece", "Segments", "Tools"]
+__all__ = ["CallFrame", "CallParser", "MessageParser", "ParsedCall", "Piece", "Segments", "Tools"]
 
 Tools = Sequence[Mapping[str, Any]]
 """OpenAI tool definitions: `{"type": "function", "function": {"name", "parameters", …}}`."""
@@ -17,6 +17,15 @@ class ParsedCall:
 
     name: str
     arguments: str
+
+
+@attrs.frozen
+class CallFrame:
+    """How a call is written around its arguments. trigger: what every call begins with."""
+
+    begin: str
+    end: str
+    trigger: str
 
 
 @attrs.frozen

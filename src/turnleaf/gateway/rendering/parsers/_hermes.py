@@ -3,10 +3,12 @@
 The JSON decides where a call ends, so that an end tag inside of a string is part of the string.
 """
 
-from turnleaf.gateway.rendering.parsers._base import ParsedCall, Segments, Tools
+import json
+
+from turnleaf.gateway.rendering.parsers._base import CallFrame, ParsedCall, Segments, Tools
 from turnleaf.gateway.rendering.parsers._json_objects import BrokenJson, read_object, skip_space
 
-__all__ = ["parse_hermes"]
+__all__ = ["hermes_frame", "parse_hermes"]
 
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
@@ -31,6 +33,12 @@ def parse_hermes(text: str, tools: Tools) -> Segments:
         done = search
     parts.append(text[done:])
     return Segments(tuple(parts), malformed)
+
+
+def hermes_frame(name: str) -> CallFrame:
+    """How templates write a call of the function with that name."""
+    begin = f'{_OPEN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+    return CallFrame(begin, f"}}\n{_CLOSE}", _OPEN)
 
 
 def _read_call(text: str, start: int) -> tuple[ParsedCall | None, int]:

@@ -1,0 +1,64 @@
+"""What becomes of a request's wish for replies of a certain form.
+
+A mask on the logits changes the probabilities of what is sampled, and a trainer that computes them
+again does so without the mask: such a turn cannot be trained.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from turnleaf.gateway.protocols import Constraints, not_supported
+from turnleaf.gateway.rendering import CallFrame
+
+__all__ = ["ConstraintPolicy", "constrained_sampling"]
+
+ConstraintPolicy = Literal["hint", "refuse", "enforce"]
+"""hint: nothing is masked. refuse: such a request is refused. enforce: the engine masks, and the
+turn is not trained."""
+
+
+def constrained_sampling(
+    constraints: Constraints,
+    policy: ConstraintPolicy,
+    call_frame: Callable[[str], CallFrame] | None,
+) -> Mapping[str, Any] | None:
+    """SGLang's sampling parameters that enforce constraints; None when nothing is to be enforced.
+
+    call_frame: how a call of a function is written around its arguments; None when they are not
+    JSON. Raises RequestError, naming the field, for what is refused or cannot be enforced.
+    """
+    if not constraints or policy == "hint":
+        return None
+    field = constraints.fields[0]
+    if policy == "refuse":
+        raise not_supported(field, "the trainer's setting turnleaf.constraints refuses it")
+    if constraints.json_schema is not None:
+        if constraints.tools:
+            raise not_supported(
+                constraints.fields[-1], "it cannot be enforced together with response_format"
+            )
+        return {"json_schema": json.dumps(constraints.json_schema)}
+    if call_frame is None:
+        raise not_supported(field, "it cannot be enforced in this model's format of tool calls")
+    return {"structural_tag": json.dumps(_structural_tag(constraints, call_frame))}
+
+
+def _structural_tag(
+    constraints: Constraints, call_frame: Callable[[str], CallFrame]
+) -> dict[str, Any]:
+    structures, triggers = [], set()
+    for tool in constraints.tools:
+        function = tool["function"]
+        frame = call_frame(function["name"])
+        schema = function.get("parameters") if function.get("strict") else None
+        structures.append(
+            {"begin": frame.begin, "schema": schema or {"type": "object"}, "end": frame.end}
+        )
+        triggers.add(frame.trigger)
+    return {
+        "type": "structural_tag",
+        "structures": structures,
+        "triggers": sorted(triggers),
+        "at_least_one": constraints.forced,
+    }
