@@ -27,6 +27,7 @@ from turnleaf.gateway import GatewayClient
 from turnleaf.gateway._agents_app import agents_app
 from turnleaf.gateway._constraints import ConstraintPolicy
 from turnleaf.gateway._control_app import control_app
+from turnleaf.gateway._history import ThinkingRetention
 from turnleaf.gateway._keys import Keys
 from turnleaf.gateway._serving import served
 from turnleaf.gateway._turns import Turns
@@ -123,6 +124,7 @@ async def running_gateway(
     retry_grace: float = 0.0,
     engine_url: str | None = None,
     routed_experts_shape: tuple[int, int] | None = None,
+    thinking_retention: ThinkingRetention = "template",
     constraints: ConstraintPolicy = "hint",
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> AsyncIterator[Stack]:
@@ -145,7 +147,7 @@ async def running_gateway(
         scripted_url = await resources.enter_async_context(serve_engine(scripted))
         engine = SGLangEngine(engine_url or scripted_url, retry_budget=retry_budget)
         resources.push_async_callback(engine.aclose)
-        keys = Keys("restore", retry_grace=retry_grace)
+        keys = Keys("restore", thinking_retention=thinking_retention, retry_grace=retry_grace)
         turns = Turns(
             renderer(template),
             engine,

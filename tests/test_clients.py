@@ -8,7 +8,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
 import anyio
@@ -24,6 +24,7 @@ from tests.waiting import until
 from turnleaf.adapters.mock import ScriptedEngine, compare, serve_engine
 from turnleaf.core import Background, Gateway, Key, Leaf, Rollout, Trajectory, run_rollout
 from turnleaf.gateway import WorkerConfig, run_worker
+from turnleaf.gateway._history import ThinkingRetention
 from turnleaf.sessions import LocalSession
 
 pytestmark = [
@@ -93,8 +94,8 @@ def canonical(text: str) -> str:
     return re.sub(r"(?<=<tool_call>\n)\{\"name\": \".*\}(?=\n</tool_call>)", respelled, text)
 
 
-def templates_text(body: dict[str, Any], thoughts: Iterator[str]) -> str:
-    """What the template makes of a request, with the thoughts given back to its assistant."""
+def templates_text(body: dict[str, Any], thoughts: Iterator[str], template: str) -> str:
+    """What a template makes of a request, with the thoughts given back to its assistant."""
     messages = []
     for sent in body["messages"]:
         content = sent.get("content") or ""
@@ -112,11 +113,20 @@ def templates_text(body: dict[str, Any], thoughts: Iterator[str]) -> str:
                 for call in sent["tool_calls"]
             ]
         messages.append(message)
-    template = (checkpoint("qwen3") / "chat_template.jinja").read_text()
     (text,), _ = render_jinja_template(
         [messages], tools=body["tools"], chat_template=template, add_generation_prompt=True
     )
     return text
+
+
+def template_of(retention: ThinkingRetention) -> str:
+    """Qwen3's template; for `all`, without its condition for showing what was thought."""
+    template = (checkpoint("qwen3") / "chat_template.jinja").read_text()
+    if retention != "all":
+        return template
+    before, condition, after = template.partition("loop.index0 > ns.last_query_index")
+    assert condition
+    return f"{before}true{after}"
 
 
 def documented(agent: str, table: int) -> list[str]:
@@ -149,9 +159,11 @@ def configuration(key: Key) -> dict[str, str]:
     return {"base_url": key.base_url, "api_key": key.secret, "model_id": "Qwen3"}
 
 
-def leaves_of(agent: str) -> list[list[int]]:
+def leaves_of(agent: str, retention: ThinkingRetention = "template") -> list[list[int]]:
     """The turns that the leaves of the whole conversation train."""
-    return [[0], [1], [2], [3]] if agent.startswith("smolagents") else [[0, 1, 2], [3]]
+    if agent.startswith("smolagents"):
+        return [[0], [1], [2], [3]]
+    return [[0, 1, 2, 3]] if retention == "all" else [[0, 1, 2], [3]]
 
 
 def trained_turns(trajectory: Trajectory) -> list[list[int]]:
@@ -165,16 +177,19 @@ def connections_end_here() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.mark.parametrize("retention", get_args(ThinkingRetention))
 @pytest.mark.parametrize("agent", AGENTS)
-async def test_a_thinking_conversation(agent: str) -> None:
+async def test_a_thinking_conversation(agent: str, retention: ThinkingRetention) -> None:
     said = replies(agent)
     script = {"question": [{"text": text} for text in said[:3]], "*": [{"text": t} for t in said]}
     recorder = Recorder()
     counts = []
-    async with running_gateway(script, around=recorder) as stack:
+    both = leaves_of(agent, retention)
+    first = [turns for leaf in both if (turns := [turn for turn in leaf if turn < 3])]
+    async with running_gateway(script, thinking_retention=retention, around=recorder) as stack:
         for name, questions, by_leaf in (
-            ("question", QUESTIONS[:1], leaves_of(agent)[:-1]),
-            ("both", QUESTIONS, leaves_of(agent)),
+            ("question", QUESTIONS[:1], first),
+            ("both", QUESTIONS, both),
         ):
             recorder.asked.clear()
             key = await stack.open(name)
@@ -187,10 +202,13 @@ async def test_a_thinking_conversation(agent: str) -> None:
             for leaf, turns in zip(trajectory.leaves(), by_leaf, strict=True):
                 assert trained(leaf) == [f"{said[turn]}<|im_end|>" for turn in turns]
                 thoughts = iter([] if agent.startswith("smolagents") else THOUGHTS)
-                prompt = templates_text(recorder.asked[turns[-1]].body, thoughts)
+                prompt = templates_text(
+                    recorder.asked[turns[-1]].body, thoughts, template_of(retention)
+                )
                 whole = f"{prompt}{said[turns[-1]]}<|im_end|>"
                 assert canonical(text_of(leaf)) == canonical(whole)
-    assert counts == [int(cell.partition(" ")[0]) for cell in documented(agent, table=0)]
+    told = [int(cell.partition(" ")[0]) for cell in documented(agent, table=0)]
+    assert counts == [told[0], told[2 if retention == "all" else 1]]
     made = made_of_replies(recorder.asked[-1].body)
     for what, cell in zip(made, documented(agent, table=1), strict=True):
         assert what in cell.split(" or ")  # versions differ, and so does streaming

@@ -386,16 +386,24 @@ def test_reasoning_is_kept_as_long_as_the_template_shows_it(load_family: Load, n
     sampled = ids(renderer, "")
     for new, asked_again in (([result("r")], False), ([result("r"), user("and?")], True)):
         extended = renderer.extend(reply, sampled, new, TOOLS, reasoning=True, clock=CLOCK)
-        shown = "hm" in renderer.decode(
-            renderer.render([user("q"), reply, *new], TOOLS, clock=CLOCK).ids
-        )
+        full = renderer.render([user("q"), reply, *new], TOOLS, clock=CLOCK).ids
+        shown = "hm" in renderer.decode(full)
         assert (extended is not None) is shown
+        # What follows it is the same where the path keeps what the template drops.
+        retained = renderer.extend(reply, sampled, new, TOOLS, reasoning=False, clock=CLOCK)
+        assert (retained is not None) is TRAITS[name].stable
+        if retained is not None:
+            assert full.tolist()[-len(retained.ids) :] == retained.ids.tolist()
         # gpt-oss drops reasoning once it has answered, not when it is asked again.
         keeps = TRAITS[name].reasons and (not asked_again or name == "gpt-oss")
         assert shown is keeps
     answer = assistant("yes", reasoning_content="hm")
     again = renderer.extend(answer, sampled, [user("and?")], TOOLS, reasoning=True, clock=CLOCK)
     assert again is None
+    again = renderer.extend(answer, sampled, [user("and?")], TOOLS, reasoning=False, clock=CLOCK)
+    full = renderer.render([user("q"), answer, user("and?")], TOOLS, clock=CLOCK).ids
+    assert again is not None
+    assert full.tolist()[-len(again.ids) :] == again.ids.tolist()
 
 
 def test_llama_gives_no_more_calls_than_its_template_can_show(load_family: Load) -> None:

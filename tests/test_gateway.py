@@ -150,6 +150,29 @@ async def test_thinking_that_is_dropped_for_want_of_a_user_is_seen_to_be_dropped
     assert "Multiply." not in text_of(second, trained=False)
 
 
+@pytest.mark.parametrize("role", ["user", "system"])
+async def test_retained_thinking_outlasts_questions_and_the_want_of_one(role: str) -> None:
+    said = [THINKING_CALL, THINKING_ANSWER, "<think>\n\n</think>\n\nBye"]
+    script = [{"text": text} for text in said]
+    async with running_gateway(script, thinking_retention="all") as stack:
+        key = await stack.open()
+        messages: list[Any] = [{**USER, "role": role}]
+        async with openai_client(key) as client:
+            message = (await ask(client, messages, tools=[TOOL])).choices[0].message
+            called = {"role": "assistant", "tool_calls": message.model_dump()["tool_calls"]}
+            messages += [called, result_for(message)]
+            answer = (await ask(client, messages, tools=[TOOL])).choices[0].message
+            messages += [{"role": "assistant", "content": answer.content}]
+            messages += [{"role": role, "content": "Thanks"}]
+            await ask(client, messages, tools=[TOOL])
+        (leaf,) = (await stack.close(key)).leaves()
+    assert text_of(leaf) == "|".join(f"{text}<|im_end|>" for text in said)
+    told = text_of(leaf, trained=False).partition("Easy.")[2]
+    assert told.partition("It is 391.")[2] == (
+        f"<|im_end|>\n<|im_start|>{role}\nThanks<|im_end|>\n<|im_start|>assistant\n{said[2]}<|im_end|>"
+    )
+
+
 async def test_without_thinking_a_new_question_goes_on_in_the_same_leaf() -> None:
     script = [{"text": "Hello."}, {"text": "Bye."}]
     async with running_gateway(script, template="qwen2_5") as stack:

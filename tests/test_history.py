@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import strategies
-from turnleaf.gateway._history import History, Match
+from turnleaf.gateway._history import History, Match, ThinkingRetention
 from turnleaf.gateway.protocols import RequestError, normalise
 
 USER = {"role": "user", "content": "What is 2+2 and 3*3?"}
@@ -223,6 +223,33 @@ def test_as_sent_takes_dropped_reasoning_for_another_history() -> None:
     recorded(history, [USER], REPLY, "turn-1")
     assert found(history, [USER, as_client(reasoning_content=...)]) is None
     assert found(history, [USER, REPLY]) is not None
+
+
+@pytest.mark.parametrize(
+    ("retention", "answered", "asked"),
+    [("template", True, True), ("tool_cycle", False, True), ("all", False, False)],
+)
+def test_reasoning_is_the_templates_to_drop_as_long_as_it_is_not_retained(
+    retention: ThinkingRetention, answered: bool, asked: bool
+) -> None:
+    history = History("restore", retention)
+    recorded(history, [USER], REPLY, "turn-1")
+    sent = as_client(reasoning_content=...)
+    late = {"role": "system", "content": "Be brief."}
+    for new, loses in (
+        (RESULTS, answered),
+        ([*RESULTS, late], answered),
+        ([*RESULTS, USER], asked),
+        ([USER, as_client(content="Edited."), *RESULTS], asked),
+    ):
+        match = found(history, [USER, sent, *new])
+        assert match is not None
+        assert match.carries_reasoning
+        assert match.may_lose_reasoning is loses
+    recorded(history, [{**USER, "content": "Hi"}], {"role": "assistant", "content": "x"}, "plain")
+    match = found(history, [{**USER, "content": "Hi"}, {"role": "assistant", "content": "x"}, USER])
+    assert match is not None
+    assert not match.may_lose_reasoning
 
 
 def test_reasoning_in_the_prompt_is_carried_by_the_reply(history: History) -> None:

@@ -35,6 +35,7 @@ def test_defaults_are_those_of_the_design() -> None:
         model_id=None,
         public_url=None,
         client_reasoning="restore",
+        thinking_retention="template",
         max_context_tokens=None,
         on_bad_result="raise",
         on_infrastructure_failure="zero",
@@ -53,7 +54,7 @@ def test_every_setting_can_be_given() -> None:
         model_id: a/b
         turnleaf:
           public_url: https://trainer.example.com:{port}/agents
-          history: {client_reasoning: as_sent}
+          history: {client_reasoning: as_sent, thinking_retention: tool_cycle}
           max_context_tokens: 1
           on_bad_result: fail_rollout
           on_infrastructure_failure: remove
@@ -70,6 +71,7 @@ def test_every_setting_can_be_given() -> None:
         model_id="a/b",
         public_url="https://trainer.example.com:{port}/agents",
         client_reasoning="as_sent",
+        thinking_retention="tool_cycle",
         max_context_tokens=1,
         on_bad_result="fail_rollout",
         on_infrastructure_failure="remove",
@@ -123,6 +125,12 @@ def test_an_empty_section_changes_nothing(text: str) -> None:
             "turnleaf.history.client_reasoning",
             "'drop'",
             "`restore` or `as_sent`",
+        ),
+        (
+            "turnleaf: {history: {thinking_retention: user}}",
+            "turnleaf.history.thinking_retention",
+            "'user'",
+            "`template`, `tool_cycle` or `all`",
         ),
         ("turnleaf: {max_context_tokens: 0}", "turnleaf.max_context_tokens", "0", "from 1 to 21"),
         (

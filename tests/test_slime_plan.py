@@ -187,7 +187,10 @@ def test_the_worker_is_told_what_the_plan_says() -> None:
             use_rollout_routing_replay=True,
             num_layers=2,
             moe_router_topk=8,
-            turnleaf={"history": {"client_reasoning": "as_sent"}, "tool_call_parser": "qwen25"},
+            turnleaf={
+                "history": {"client_reasoning": "as_sent", "thinking_retention": "all"},
+                "tool_call_parser": "qwen25",
+            },
         )
     )
     config = plan.worker_config()
@@ -196,7 +199,8 @@ def test_the_worker_is_told_what_the_plan_says() -> None:
     assert config.max_context_tokens == 9000
     assert config.template_arguments == {"enable_thinking": False}
     assert (config.routed_experts_shape, config.expect_top_p_ids) == ((2, 8), True)
-    assert (config.client_reasoning, config.tool_call_parser) == ("as_sent", "qwen25")
+    assert (config.client_reasoning, config.thinking_retention) == ("as_sent", "all")
+    assert config.tool_call_parser == "qwen25"
     assert config.model_id == plan.model_id
     assert WorkerConfig.from_mapping(config.to_mapping()) == config
     # The control token is a secret: every worker has its own.

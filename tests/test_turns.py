@@ -3,7 +3,8 @@
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
+from typing import Any, get_args
 
 import anyio
 import attrs
@@ -13,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import strategies
-from tests.gateway_stack import renderer, tokenizer
+from tests.families import xinference_template
+from tests.gateway_stack import checkpoint, renderer, tokenizer
 from turnleaf.adapters.mock import Call as EngineCall
-from turnleaf.adapters.mock import Reply, ScriptedEngine, compare
-from turnleaf.core import EngineError, Trajectory
+from turnleaf.adapters.mock import Reply, ScriptedEngine, cached_checkpoint, compare
+from turnleaf.core import EngineError, TokenIds, Trajectory
+from turnleaf.gateway._history import ClientReasoning, ThinkingRetention
 from turnleaf.gateway._keys import Call, Keys, Record
 from turnleaf.gateway._turns import Prepared, Turns
 from turnleaf.gateway.engines import EngineReply, EngineRequest, _continuing, wants_top_p_ids
@@ -86,6 +89,19 @@ def sampled(draw: st.DrawFn) -> Reply:
     return Reply(text=text)
 
 
+@cache
+def renderer_of(template: str) -> Renderer:
+    """Of trl's template, ours, or that of QwQ, which shows no earlier thinking at all."""
+    if template != "qwq":
+        return renderer(template)
+    source = xinference_template("QwQ-32B")()
+    return Renderer.load(cached_checkpoint("qwen3", chat_template=source))
+
+
+def thoughts(ids: TokenIds) -> set[str]:
+    return set(re.findall(r"thought \d+", tokenizer().decode(ids.tolist())))
+
+
 @attrs.define
 class Agent:
     """Asks, continues, forks, edits and forgets, as drawn."""
@@ -94,6 +110,7 @@ class Agent:
     renderer: Renderer
     turns: Turns
     record: Record
+    retention: ThinkingRetention
     branches: list[list[dict[str, Any]]]
 
     async def step(self, *, linear: bool) -> None:
@@ -123,17 +140,22 @@ class Agent:
             self.branches.append([*self.branches[-1], foreign, {"role": role, "content": "y"}])
 
     def check_thoughts(self, prepared: Prepared) -> None:
-        """The prompt shows the thoughts that the template shows for this conversation."""
+        """The prompt shows the thoughts that the template shows for this conversation, or, where
+        they are retained, those that were there and what the template shows of what is new."""
         match = prepared.match
         messages = prepared.conversation.messages
         if match is not None:
             messages = [*match.past(), *match.new]
-        full = self.renderer.render(messages, TOOLS).ids
-        shown, due = (
-            set(re.findall(r"thought \d+", tokenizer().decode(ids.tolist())))
-            for ids in (prepared.prompt, full)
-        )
-        assert shown == due
+        due = thoughts(self.renderer.render(messages, TOOLS).ids)
+        if match is not None and self.retains(match.new):
+            path = self.record.trajectory.tokens_through(match.turn_id)
+            assert prepared.prompt[: len(path)].tolist() == path.tolist()
+            due = thoughts(path) | {thought for thought in due if thought in str(match.new)}
+        assert thoughts(prepared.prompt) == due
+
+    def retains(self, new: list[dict[str, Any]]) -> bool:
+        asked = "user" in [message["role"] for message in new]
+        return self.retention == "all" or (self.retention == "tool_cycle" and not asked)
 
     def following(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
         texts = strategies.texts
@@ -153,7 +175,14 @@ def _at_once() -> Iterator[None]:
         yield
 
 
-def played(data: st.DataObject, template: str, *, linear: bool) -> tuple[Trajectory, Agent]:
+def played(
+    data: st.DataObject,
+    template: str,
+    *,
+    linear: bool,
+    client_reasoning: ClientReasoning = "restore",
+    retention: ThinkingRetention = "template",
+) -> tuple[Trajectory, Agent]:
     def reply(_: Any, number: int) -> Reply:
         drawn = data.draw(sampled())
         if linear or data.draw(st.integers(0, 4)) < 4:
@@ -168,14 +197,16 @@ def played(data: st.DataObject, template: str, *, linear: bool) -> tuple[Traject
         routed_experts_shape=EXPERTS,
     )
     turns = Turns(
-        renderer(template),
+        renderer_of(template),
         DirectEngine(scripted),
         max_context_tokens=32_768,
         routed_experts_shape=EXPERTS,
     )
     sampling = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
-    record, _ = Keys("restore").open(name="r", sampling=sampling, purpose="train", expires_in=60)
-    agent = Agent(data, renderer(template), turns, record, [[{"role": "user", "content": "Begin"}]])
+    keys = Keys(client_reasoning, thinking_retention=retention)
+    record, _ = keys.open(name="r", sampling=sampling, purpose="train", expires_in=60)
+    begun = [[{"role": "user", "content": "Begin"}]]
+    agent = Agent(data, renderer_of(template), turns, record, retention, begun)
 
     async def play() -> None:
         for _ in range(data.draw(st.integers(1, 6))):
@@ -186,11 +217,17 @@ def played(data: st.DataObject, template: str, *, linear: bool) -> tuple[Traject
     return record.trajectory, agent
 
 
-@pytest.mark.parametrize("template", ["qwen3", "qwen2_5", "chatml"])
+@pytest.mark.parametrize("template", ["qwen3", "qwen2_5", "chatml", "qwq"])
 @settings(max_examples=40)
 @given(st.data())
 def test_whatever_an_agent_does_the_ledger_balances(template: str, data: st.DataObject) -> None:
-    trajectory, _ = played(data, template, linear=False)
+    trajectory, _ = played(
+        data,
+        template,
+        linear=False,
+        client_reasoning=data.draw(st.sampled_from(get_args(ClientReasoning))),
+        retention=data.draw(st.sampled_from(get_args(ThinkingRetention))),
+    )
     assert Trajectory.from_json(trajectory.to_json()) == trajectory
     for leaf in trajectory.leaves():
         assert leaf.routed_experts is not None
@@ -205,13 +242,28 @@ def test_an_agent_that_only_goes_on_has_one_leaf(data: st.DataObject) -> None:
     assert len(trajectory.leaves()) == 1 or not any(len(t.output) for t in trajectory.turns)
 
 
-@settings(max_examples=40)
-@given(st.data())
-def test_thinking_forks_at_a_new_question_and_nowhere_else(data: st.DataObject) -> None:
-    trajectory, agent = played(data, "qwen3", linear=True)
+@pytest.mark.parametrize(
+    ("template", "retention", "dropped_at"),
+    [
+        ("qwen3", "template", ["user"]),
+        ("qwen3", "tool_cycle", ["user"]),
+        ("qwen3", "all", []),
+        ("qwq", "template", ["user", "tool"]),
+        ("qwq", "tool_cycle", ["user"]),
+        ("qwq", "all", []),
+    ],
+)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_thinking_forks_where_it_is_dropped_and_nowhere_else(
+    template: str, retention: ThinkingRetention, dropped_at: list[str], data: st.DataObject
+) -> None:
+    trajectory, agent = played(data, template, linear=True, retention=retention)
     forks, thought = 0, False
-    for message in agent.branches[-1][: len(agent.branches[-1]) - 1]:
-        if message["role"] == "user":
+    said = agent.branches[-1]
+    last = max(at for at, message in enumerate(said) if message["role"] == "assistant")
+    for message in said[:last]:
+        if message["role"] in dropped_at:
             forks += thought
             thought = False
         thought = thought or bool(message.get("reasoning_content", "").strip())
@@ -220,3 +272,33 @@ def test_thinking_forks_at_a_new_question_and_nowhere_else(data: st.DataObject) 
         assert leaves == forks + 1
     else:
         assert leaves <= forks + 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("retention", get_args(ThinkingRetention))
+async def test_a_path_that_cannot_go_on_is_rendered_as_the_template_does(
+    retention: ThinkingRetention,
+) -> None:
+    scripted = ScriptedEngine(
+        {"*": [Reply(text="<think>\nhm\n</think>\n\nyes"), Reply(text="bye")]},
+        tokenizer=tokenizer(),
+        stop_token_id=tokenizer().encode("<|im_end|>")[0],
+    )
+    source = (checkpoint("qwen3") / "chat_template.jinja").read_text()
+    counting = Renderer.load(
+        cached_checkpoint("qwen3", chat_template="{{- messages | length }}" + source)
+    )
+    turns = Turns(counting, DirectEngine(scripted), max_context_tokens=32_768)
+    keys = Keys("restore", thinking_retention=retention)
+    record, _ = keys.open(name="r", sampling={}, purpose="train", expires_in=60)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "q"}]
+    for _ in range(2):
+        request = parse_chat_request({"messages": messages})
+        prepared = await turns.prepare(record, request, Call(), trained=True)
+        assert prepared.prompt.tolist() == counting.render(messages).ids.tolist()
+        reply = await turns.sample(record, prepared, Call())
+        turns.deliver(record, reply.id)
+        messages += [reply.message, {"role": "user", "content": "and?"}]
+    first, second = record.trajectory.leaves()
+    assert "hm" in tokenizer().decode(first.tokens.tolist())
+    assert "hm" not in tokenizer().decode(second.tokens.tolist())

@@ -129,6 +129,7 @@ def _is_address(value: Any) -> bool:
 _TEXT = _Expect("text", _is_text)
 _TEXT_OR_NULL = _Expect("text or null", _or_null(_is_text))
 _UNDER_TURNLEAF = {"section": "turnleaf."}
+_UNDER_HISTORY = {"section": "turnleaf.history."}
 
 
 @attrs.frozen
@@ -172,7 +173,15 @@ class Settings:
     client_reasoning: Literal["restore", "as_sent"] = attrs.field(
         default="restore",
         validator=_Expect("`restore` or `as_sent`", lambda value: value in ("restore", "as_sent")),
-        metadata={"section": "turnleaf.history."},
+        metadata=_UNDER_HISTORY,
+    )
+    thinking_retention: Literal["template", "tool_cycle", "all"] = attrs.field(
+        default="template",
+        validator=_Expect(
+            "`template`, `tool_cycle` or `all`",
+            lambda value: value in ("template", "tool_cycle", "all"),
+        ),
+        metadata=_UNDER_HISTORY,
     )
     constraints: Literal["hint", "refuse", "enforce"] = attrs.field(
         default="hint",

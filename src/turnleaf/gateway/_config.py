@@ -10,7 +10,7 @@ from cattrs.errors import ForbiddenExtraKeysError
 
 from turnleaf.core import ContractError, Settings
 from turnleaf.gateway._constraints import ConstraintPolicy
-from turnleaf.gateway._history import ClientReasoning
+from turnleaf.gateway._history import ClientReasoning, ThinkingRetention
 
 __all__ = ["PORTS", "WorkerConfig", "routable_address"]
 
@@ -58,6 +58,7 @@ class WorkerConfig:
     public_url: str | None = None
     template_arguments: dict[str, Any] = attrs.Factory(dict)
     client_reasoning: ClientReasoning = "restore"
+    thinking_retention: ThinkingRetention = "template"
     constraints: ConstraintPolicy = "hint"
     max_context_tokens: int | None = None
     retry_grace: float = 30.0
@@ -90,6 +91,7 @@ class WorkerConfig:
             port=settings.gateway_port,
             public_url=settings.public_url,
             client_reasoning=settings.client_reasoning,
+            thinking_retention=settings.thinking_retention,
             constraints=settings.constraints,
             max_context_tokens=settings.max_context_tokens,
             retry_grace=settings.retry_grace,

@@ -9,10 +9,14 @@ import orjson
 
 from turnleaf.gateway.protocols import Message, bad_request, canonical_text, normalise
 
-__all__ = ["ClientReasoning", "Conversation", "History", "Match"]
+__all__ = ["ClientReasoning", "Conversation", "History", "Match", "ThinkingRetention"]
 
 ClientReasoning = Literal["restore", "as_sent"]
 """restore: reasoning that the client dropped still matches. as_sent: it does not."""
+
+ThinkingRetention = Literal["template", "tool_cycle", "all"]
+"""How long the reasoning of a path stays in it: as long as the chat template shows it; at least
+until a user speaks; or as long as the path goes on."""
 
 
 @attrs.frozen(eq=False)
@@ -93,6 +97,7 @@ class Match:
     _reply: _Reply
     _node: _Node
     _matched: Sequence[_Known]
+    _retention: ThinkingRetention
 
     @property
     def turn_id(self) -> str:
@@ -115,9 +120,16 @@ class Match:
         return self._reply.carries_reasoning
 
     @property
+    def may_lose_reasoning(self) -> bool:
+        """Whether its path holds reasoning that goes if the chat template now omits it."""
+        if not self.carries_reasoning or self._retention == "all":
+            return False
+        return self._retention == "template" or _asks(self._new)
+
+    @property
     def asked(self) -> bool:
         """Whether a user has spoken up to the reply."""
-        return any(known.message["role"] == "user" for known in self._matched)
+        return _asks(self._matched)
 
     @property
     def reply(self) -> Message:
@@ -140,8 +152,13 @@ class History:
     bytes are enough to know it again. Nothing is kept of a request that led to no turn.
     """
 
-    def __init__(self, client_reasoning: ClientReasoning = "restore") -> None:
+    def __init__(
+        self,
+        client_reasoning: ClientReasoning = "restore",
+        thinking_retention: ThinkingRetention = "template",
+    ) -> None:
         self._restore = client_reasoning == "restore"
+        self._retention = thinking_retention
         self._known: dict[bytes, _Known] = {}
         self._roots: dict[bytes, _Node] = {}
         self._recorded = 0
@@ -189,7 +206,7 @@ class History:
                 candidate[1].order,
             ),
         )
-        return Match(new, reply, node, matched)
+        return Match(new, reply, node, matched, self._retention)
 
     def record(
         self,
@@ -269,6 +286,10 @@ def _child(node: _Node, known: _Known, key: _ChildKey) -> _Node:
     child = _Node(node, known.message, known.reasoning)
     variants.append(child)
     return child
+
+
+def _asks(messages: Sequence[_Known]) -> bool:
+    return any(known.message["role"] == "user" for known in messages)
 
 
 def _messages_to(node: _Node) -> list[Message]:

@@ -14,7 +14,7 @@ import attrs
 
 from turnleaf.core import Exclusion, Purpose, Trajectory
 from turnleaf.gateway._asked import AskedTurns
-from turnleaf.gateway._history import ClientReasoning, History
+from turnleaf.gateway._history import ClientReasoning, History, ThinkingRetention
 from turnleaf.gateway.protocols import RequestError
 
 __all__ = ["Call", "Keys", "Record"]
@@ -94,9 +94,14 @@ class Keys:
     """
 
     def __init__(
-        self, client_reasoning: ClientReasoning, *, retry_grace: float = RETRY_GRACE
+        self,
+        client_reasoning: ClientReasoning,
+        *,
+        thinking_retention: ThinkingRetention = "template",
+        retry_grace: float = RETRY_GRACE,
     ) -> None:
         self._client_reasoning = client_reasoning
+        self._thinking_retention = thinking_retention
         self._retry_grace = retry_grace
         self._records: dict[str, Record] = {}
         self._by_secret: dict[bytes, Record] = {}
@@ -117,7 +122,7 @@ class Keys:
             purpose=purpose,
             sampling=dict(sampling),
             expires_at=time.monotonic() + expires_in,
-            history=History(self._client_reasoning),
+            history=History(self._client_reasoning, self._thinking_retention),
             asked=AskedTurns(self._retry_grace),
         )
         self._records[record.id] = record

@@ -250,7 +250,7 @@ class Turns:
     ) -> Rendered | None:
         """What follows the matched turn's tokens; None when its path must be rendered anew."""
         # The renderer can tell what becomes of reasoning only where a user has spoken.
-        if match.carries_reasoning and not match.asked:
+        if match.may_lose_reasoning and not match.asked:
             return None
         extend = partial(
             self._renderer.extend,
@@ -258,7 +258,7 @@ class Turns:
             record.trajectory.turn(match.turn_id).output,
             match.new,
             request.tools,
-            reasoning=match.carries_reasoning,
+            reasoning=match.may_lose_reasoning,
             clock=record.clock,
         )
         return await self._off_loop(call, match.new_size, extend)

@@ -64,7 +64,11 @@ async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
         agents_socket = stack.enter_context(listen(config.host, config.port))
         control_socket = stack.enter_context(listen(config.control_host, 0))
         base_url = _base_url(config, agents_socket.getsockname()[1])
-        keys = Keys(config.client_reasoning, retry_grace=config.retry_grace)
+        keys = Keys(
+            config.client_reasoning,
+            thinking_retention=config.thinking_retention,
+            retry_grace=config.retry_grace,
+        )
         turns = Turns(
             renderer,
             engine,

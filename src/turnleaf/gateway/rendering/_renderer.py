@@ -168,7 +168,7 @@ class Renderer:
 
         That is: what `output` lacks of the close of its turn, the messages `new`, and the
         generation prompt. reply: the message that `output` was parsed into. reasoning: the path
-        holds reasoning, sampled or rendered.
+        holds reasoning, sampled or rendered, that must not outlast the template's.
 
         None when the path must be rendered anew: the template now omits that reasoning, or it is
         not proved to continue such a conversation without rewriting it. Raises RenderError.
