@@ -1,6 +1,6 @@
 """What an engine is to the gateway: token ids in, sampled ids with log-probabilities out."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import anyio
@@ -23,6 +23,7 @@ __all__ = [
     "EngineRequest",
     "EngineUnavailable",
     "ReplayMissing",
+    "TokenListener",
     "UntrustedReply",
     "WantedExperts",
     "wants_top_p_ids",
@@ -112,14 +113,29 @@ class EngineReply:
     speculation: Speculation | None = None
 
 
+TokenListener = Callable[[TokenIds], None]
+"""Is told int32[n], n > 0: output ids, each once and in their order. Must not raise."""
+
+
 class Engine(Protocol):
     """A client of one engine, or of the router in front of several."""
 
-    async def generate(self, request: EngineRequest, *, stop: anyio.Event) -> EngineReply:
+    async def generate(
+        self,
+        request: EngineRequest,
+        *,
+        stop: anyio.Event,
+        on_tokens: TokenListener | None = None,
+    ) -> EngineReply:
         """Sample one completion.
 
+        on_tokens: is told the output as it comes where the engine can stream it, else at the end.
+        When a reply is returned it was told all of its output and nothing else; when an error is
+        raised, what it was told is in no reply.
+
         When `stop` is set the call is aborted at the engine: the partial reply is returned with
-        finish_reason "abort" if it arrives within half a second, else EngineLost is raised.
+        finish_reason "abort" if it arrives within half a second, else EngineLost is raised
+        unless a stream had brought some of it.
         Cancellation does the same and drops the reply.
 
         Raises EngineUnavailable, UntrustedReply or EngineLost.

@@ -16,6 +16,7 @@ from turnleaf.gateway.engines._base import (
     EngineReply,
     EngineRequest,
     EngineUnavailable,
+    TokenListener,
 )
 
 __all__ = ["ContinuingEngine"]
@@ -36,13 +37,20 @@ class ContinuingEngine:
     slime updates weights by aborting every running call. What was sampled until then stands: the
     call goes on behind it, with what is left of its limit, and the reply names the weights that
     each token was sampled with. A call that comes within PAUSE seconds after an interruption waits
-    until then: a trainer that empties its engines would have to abort that one, too.
+    until then: a trainer that empties its engines would have to abort that one, too. A stream that
+    broke is an interruption as well: tokens that somebody has seen are not sampled anew.
     """
 
     _engine: Engine
     _quiet_until: float = attrs.field(init=False, default=-math.inf)
 
-    async def generate(self, request: EngineRequest, *, stop: anyio.Event) -> EngineReply:
+    async def generate(
+        self,
+        request: EngineRequest,
+        *,
+        stop: anyio.Event,
+        on_tokens: TokenListener | None = None,
+    ) -> EngineReply:
         """See `Engine.generate`; "abort" only when `stop` is set.
 
         Raises EngineUnavailable, too, when the engine goes on interrupting the call.
@@ -52,7 +60,9 @@ class ContinuingEngine:
         stalled_since: float | None = None
         while True:
             try:
-                reply = await self._engine.generate(_rest(request, parts), stop=stop)
+                reply = await self._engine.generate(
+                    _rest(request, parts), stop=stop, on_tokens=on_tokens
+                )
             except EngineLost:
                 if not parts:
                     raise

@@ -21,7 +21,16 @@ from turnleaf.gateway.engines._base import (
 from turnleaf.gateway.engines._sglang_fields import MAX_ID, count, member, shown, untrusted
 from turnleaf.gateway.engines._sglang_replay import read_replay, read_speculation
 
-__all__ = ["decode_reply", "encode_request", "error_text", "reply_limit"]
+__all__ = [
+    "check_prompt",
+    "decode_reply",
+    "encode_request",
+    "error_text",
+    "one_line",
+    "read_entries",
+    "read_reply",
+    "reply_limit",
+]
 
 _UNNAMED_WEIGHTS = "default"  # SGLang's own name for weights that nobody named
 _ROUNDING = 1e-3  # how far above 0 a log-softmax in float32 or bfloat16 may land
@@ -30,7 +39,7 @@ _EXPERT_BYTES = 6  # of one number: int32 in base64, rounded up
 _MAX_ERROR_TEXT = 200  # characters; an engine's error may quote the request
 
 
-def encode_request(request: EngineRequest, rid: str) -> bytes:
+def encode_request(request: EngineRequest, rid: str, *, stream: bool = False) -> bytes:
     """The body of `POST /generate` for one attempt.
 
     Raises EngineError when a sampling parameter is nothing that JSON has.
@@ -47,7 +56,7 @@ def encode_request(request: EngineRequest, rid: str) -> bytes:
         "sampling_params": sampling,
         "return_logprob": True,
         "logprob_start_len": -1,
-        "stream": False,
+        "stream": stream,
     }
     if request.experts is not None:
         body["return_routed_experts"] = True
@@ -76,15 +85,34 @@ def decode_reply(
         raise untrusted(f"it is not JSON ({error})") from None
     meta = member(reply, "meta_info", "the reply")
     finish = member(meta, "finish_reason", "meta_info")
+    output, logprobs = _sampled(meta, aborted=finish.get("type") == "abort")
+    return read_reply(
+        meta,
+        finish,
+        output,
+        logprobs,
+        prompt_length=prompt_length,
+        experts=experts,
+        top_p=top_p,
+    )
+
+
+def read_reply(
+    meta: dict[str, Any],
+    finish: dict[str, Any],
+    output: TokenIds,
+    logprobs: Logprobs,
+    *,
+    prompt_length: int,
+    experts: WantedExperts | None = None,
+    top_p: bool = False,
+) -> EngineReply:
+    """The reply with that `meta_info`, `finish_reason` and output; see `decode_reply`."""
     finish_reason: Any = finish.get("type")
     if finish_reason not in get_args(FinishReason):
         raise untrusted(f"finish_reason.type is {shown(finish_reason)}")
-    output, logprobs = _sampled(meta, aborted=finish_reason == "abort")
-    if len(output) and meta.get("prompt_tokens", prompt_length) != prompt_length:
-        raise untrusted(
-            f"prompt_tokens is {shown(meta['prompt_tokens'])}, but {prompt_length} were sent "
-            "(does the engine truncate prompts?)"
-        )
+    if len(output):
+        check_prompt(meta, prompt_length)
     try:
         replay = read_replay(
             meta,
@@ -122,6 +150,15 @@ def decode_reply(
     )
 
 
+def check_prompt(meta: dict[str, Any], prompt_length: int) -> None:
+    """Raise UntrustedReply unless the engine saw the whole prompt."""
+    if meta.get("prompt_tokens", prompt_length) != prompt_length:
+        raise untrusted(
+            f"prompt_tokens is {shown(meta['prompt_tokens'])}, but {prompt_length} were sent "
+            "(does the engine truncate prompts?)"
+        )
+
+
 def reply_limit(request: EngineRequest) -> int:
     """The most bytes that a reply may have."""
     if request.experts is None:
@@ -137,6 +174,11 @@ def error_text(body: bytes) -> str:
         said = orjson.loads(body)
     except orjson.JSONDecodeError:
         said = body[: 4 * _MAX_ERROR_TEXT].decode(errors="replace")
+    return one_line(said)
+
+
+def one_line(said: Any) -> str:
+    """An error's JSON in one line of at most 200 characters; where there is a message, that."""
     for name in ("error", "detail", "message"):
         if isinstance(said, dict) and name in said:
             said = said[name]
@@ -156,7 +198,15 @@ def _sampled(meta: dict[str, Any], *, aborted: bool) -> tuple[TokenIds, Logprobs
             f"completion_tokens is {shown(completion_tokens)}, "
             f"but there are {len(entries)} log-probabilities"
         )
-    for position, entry in enumerate(entries):
+    return read_entries(entries)
+
+
+def read_entries(entries: list[Any], *, first: int = 0) -> tuple[TokenIds, Logprobs]:
+    """Ids and log-probabilities of `output_token_logprobs`.
+
+    first: the output position of the first of them. Raises UntrustedReply for one that is none.
+    """
+    for position, entry in enumerate(entries, start=first):
         problem = _entry_problem(entry)
         if problem is not None:
             raise untrusted(f"output_token_logprobs[{position}] {problem}")
@@ -166,7 +216,8 @@ def _sampled(meta: dict[str, Any], *, aborted: bool) -> tuple[TokenIds, Logprobs
     wrong = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > _ROUNDING))
     if len(wrong):
         raise untrusted(
-            f"output_token_logprobs[{wrong[0]}] has the log-probability {entries[wrong[0]][0]!r}"
+            f"output_token_logprobs[{first + wrong[0]}] has the log-probability "
+            f"{entries[wrong[0]][0]!r}"
         )
     return ids, logprobs
 
