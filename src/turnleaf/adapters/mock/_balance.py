@@ -10,7 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from turnleaf.adapters.mock._ledger import LedgerEntry
-from turnleaf.core import Exclusion, Leaf, Replay, Speculation, Trajectory, Turn
+from turnleaf.core import (
+    Exclusion,
+    Leaf,
+    Replay,
+    Speculation,
+    TokenIds,
+    Trajectory,
+    Turn,
+    WeightSpan,
+)
 from turnleaf.gateway._probe import PROBE
 
 __all__ = ["LedgerReport", "Loss", "compare"]
@@ -19,7 +28,8 @@ Loss = Literal["probe", "unanswered", "aborted", "miscounted", "retried"]
 """Why what an engine sampled is in no turn.
 
 probe: a starting worker asked for it, to see whether replay data comes; it is no rollout's.
-unanswered: the call was cut before an answer left the engine. aborted: it was ended by an abort,
+unanswered: the call was cut before an answer left the engine; of a stream that broke off, what
+nobody received. aborted: it was ended by an abort,
 and nobody waited for the part. miscounted: its reply was refused, since what it says does not fit.
 retried: its reply did not arrive, and a later attempt became the turn.
 """
@@ -70,8 +80,8 @@ def compare(entries: Iterable[LedgerEntry], trajectories: Iterable[Trajectory]) 
             attempts = calls.pop(turn.id, [])
             calls_of_turn = _recorded(turn, attempts)
             for entry in attempts:
-                if entry not in calls_of_turn:
-                    lost[_loss(entry) or "retried"] += len(entry.output_ids)
+                if unrecorded := len(entry.output_ids) - _count(entry, calls_of_turn):
+                    lost[_loss(entry) or "retried"] += unrecorded
             if not calls_of_turn:
                 if len(turn.output):
                     problems.append(f"turn {turn.id}: no answered engine call sampled its output")
@@ -120,6 +130,7 @@ def _recorded(turn: Turn, attempts: list[LedgerEntry]) -> list[LedgerEntry]:
 
     Found from the end: of the calls that could be trusted, the one whose output ends where the turn
     does, then the one that ends where that began. Of several, what the turn says, else the last.
+    Of a stream that broke off, a beginning may have been recorded that was told.
     """
     usable = [entry for entry in attempts if _loss(entry) in (None, "aborted")]
     if not len(turn.output):
@@ -127,21 +138,52 @@ def _recorded(turn: Turn, attempts: list[LedgerEntry]) -> list[LedgerEntry]:
     found: list[LedgerEntry] = []
     end, prompt_end = turn.end, turn.end - len(turn.output)
     while end > prompt_end:
-        here = [entry for entry in usable if _span(entry).stop == end]
-        if not here:
-            break
         said = turn.output[: end - prompt_end]
-        here.sort(
-            key=lambda entry: np.array_equal(said[-len(entry.output_ids) :], entry.output_ids)
-        )
-        found.insert(0, here[-1])
-        end = _span(here[-1]).start
+        whole = [entry for entry in usable if _span(entry).stop == end]
+        whole.sort(key=lambda entry: _ends_with(said, entry))
+        if whole and _ends_with(said, whole[-1]):
+            here = whole[-1]
+        else:
+            begun = [cut for entry in attempts if (cut := _told_until(entry, end)) is not None]
+            begun = [cut for cut in begun if _ends_with(said, cut)]
+            if not (begun or whole):
+                break
+            here = (begun or whole)[-1]
+        found.insert(0, here)
+        end = _span(here).start
     return found or usable[-1:]
 
 
-def _is_said(turn: Turn, entry: LedgerEntry) -> bool:
-    span, before = _span(entry), turn.end - len(turn.output)
-    return np.array_equal(turn.output[span.start - before : span.stop - before], entry.output_ids)
+def _ends_with(said: TokenIds, entry: LedgerEntry) -> bool:
+    return np.array_equal(said[-len(entry.output_ids) :], entry.output_ids)
+
+
+def _told_until(entry: LedgerEntry, end: int) -> LedgerEntry | None:
+    """Of a stream that broke off, what of it ends there, if it was told; as a call cut there."""
+    count = end - _span(entry).start
+    if entry.answered or not 0 < count <= entry.told:
+        return None
+    spans: list[WeightSpan] = []
+    for span in entry.weight_versions:
+        left = count - sum(earlier.count for earlier in spans)
+        if left > 0:
+            spans.append(attrs.evolve(span, count=min(span.count, left)))
+    return attrs.evolve(
+        entry,
+        output_ids=entry.output_ids[:count],
+        logprobs=entry.logprobs[:count],
+        weight_versions=spans,
+        finish="abort",
+        completion_tokens=count,
+        speculation=None,
+        top_p_ids=None,
+        routed_experts=None,
+    )
+
+
+def _count(entry: LedgerEntry, recorded: list[LedgerEntry]) -> int:
+    """How many tokens of the call are among those recorded."""
+    return sum(len(call.output_ids) for call in recorded if call.rid == entry.rid)
 
 
 def _as_one(entries: list[LedgerEntry]) -> LedgerEntry:

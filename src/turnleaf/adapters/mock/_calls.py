@@ -1,15 +1,15 @@
 """What every engine here is asked and answers, whatever it samples with."""
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import anyio
 import attrs
 
 from turnleaf.core import FinishReason, TokenIds
 
-__all__ = ["Answer", "Call", "Failure", "MockEngine", "Outcome", "finish_reason_body"]
+__all__ = ["Answer", "Call", "Failure", "MockEngine", "Outcome", "Streaming", "finish_reason_body"]
 
 
 @attrs.define(eq=False)
@@ -17,8 +17,10 @@ class Call:
     """One `/generate` request.
 
     logprob_start_len: the position from which log-probabilities of the prompt are asked for; -1
-    for none. experts_from: the same of routed experts; None for none. aborted, gone: it was
-    aborted; its client went away.
+    for none. experts_from: the same of routed experts; None for none. tell: sends an event of the
+    stream that was asked for, all but the last one; None for an unstreamed call. told: how many
+    output tokens the events held whose sending began. aborted, gone: it was aborted; its client
+    went away.
     """
 
     rid: str
@@ -27,6 +29,8 @@ class Call:
     sampling: Mapping[str, Any]
     logprob_start_len: int = -1
     experts_from: int | None = None
+    tell: Callable[[dict[str, Any]], Awaitable[None]] | None = None
+    told: int = 0
     aborted: bool = False
     gone: bool = False
     _ended: anyio.Event = attrs.field(init=False, factory=anyio.Event)
@@ -52,7 +56,7 @@ class Call:
 
 @attrs.frozen
 class Answer:
-    """A reply in SGLang's shape."""
+    """A reply in SGLang's shape; the last event of a streamed call."""
 
     body: dict[str, Any]
 
@@ -69,11 +73,17 @@ Outcome = Answer | Failure | None
 """None: the connection ends without an answer."""
 
 
+Streaming = Literal["incremental", "cumulative"] | None
+"""What each event of a stream holds: what is new, as SGLang's do that was started with
+`--incremental-streaming-output`, or everything until then; None: streams are refused."""
+
+
 class MockEngine(Protocol):
     """What the HTTP app serves. model_path, weight_version: of the weights that sample now."""
 
     model_path: str
     weight_version: str
+    streaming: Streaming
 
     async def generate(self, call: Call) -> Outcome:
         """Sample for a call until it is complete, aborted, or its client is gone."""

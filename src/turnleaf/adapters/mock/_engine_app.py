@@ -1,4 +1,4 @@
-"""A mock engine on SGLang's wire: `/generate` and what a trainer calls besides."""
+"""A mock engine on SGLang's wire: `/generate` and what a trainer and a gateway call besides."""
 
 import socket
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from turnleaf.adapters.mock._calls import Answer, Call, Failure, MockEngine
+from turnleaf.adapters.mock._calls import Answer, Call, Failure, MockEngine, Outcome
 from turnleaf.core import ContractError
 from turnleaf.gateway._serving import BACKLOG, served
 
@@ -35,10 +35,32 @@ class _BrokenOff:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
+@attrs.define
+class _EventStream:
+    """A response of SGLang's events, which breaks off unless `end` is called."""
+
+    _send: Send
+    begun: bool = attrs.field(init=False, default=False)
+
+    async def send(self, body: dict[str, Any]) -> None:
+        await self._chunk(b"data: " + orjson.dumps(body) + b"\n\n", more=True)
+
+    async def end(self, body: dict[str, Any]) -> None:
+        await self.send(body)
+        await self._chunk(b"data: [DONE]\n\n", more=False)
+
+    async def _chunk(self, chunk: bytes, *, more: bool) -> None:
+        if not self.begun:
+            self.begun = True
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+
 def engine_app(engine: MockEngine) -> Starlette:
-    """The ASGI app: `/generate` (unstreamed), `/abort_request`, `/pause_generation` (with SGLang's
+    """The ASGI app: `/generate`, `/abort_request`, `/pause_generation` (with SGLang's
     modes "abort" and "retract"), `/continue_generation`, `/update_weights_from_disk`, `/health`,
-    `/get_model_info` and `/v1/loads`. It is no router: `/workers` is a 404.
+    `/get_model_info`, `/server_info` and `/v1/loads`. It is no router: `/workers` is a 404.
     """
     handlers = _Handlers(engine)
     return Starlette(
@@ -50,6 +72,7 @@ def engine_app(engine: MockEngine) -> Starlette:
             Route("/update_weights_from_disk", handlers.update_weights_from_disk, methods=["POST"]),
             Route("/health", handlers.health),
             Route("/get_model_info", handlers.get_model_info),
+            Route("/server_info", handlers.server_info),
             Route("/v1/loads", handlers.loads),
         ],
         exception_handlers={_BadRequestError: _refused},
@@ -70,32 +93,43 @@ class _Handlers:
     running: list[Call] = attrs.field(init=False, factory=list)
 
     async def generate(self, request: Request) -> Any:
-        call = _call(await _json(request), request.headers.get("x-smg-routing-key", ""))
+        body = await _json(request)
+        call = _call(body, request.headers.get("x-smg-routing-key", ""))
+        if not body.get("stream"):
+            return _respond(await self._outcome(request, call))
+        if self.engine.streaming is None:
+            raise _BadRequestError("stream: this engine answers unstreamed calls only")
+
+        async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+            events = _EventStream(send)
+            call.tell = events.send
+            outcome = await self._outcome(request, call)
+            if isinstance(outcome, Failure) and outcome.status == 400:
+                outcome = Answer({"error": {"message": outcome.message, "code": 400}})
+            if isinstance(outcome, Answer):
+                await events.end(outcome.body)
+            elif not events.begun:
+                await _respond(outcome)(scope, receive, send)
+
+        return stream
+
+    async def _outcome(self, request: Request, call: Call) -> Outcome:
+        outcome = None
         self.running.append(call)
         try:
-            return await self._response(request, call)
+            async with anyio.create_task_group() as tasks:
+
+                async def notice_departure() -> None:
+                    while (await request.receive())["type"] != "http.disconnect":
+                        pass
+                    call.lose_client()
+
+                tasks.start_soon(notice_departure)
+                outcome = await self.engine.generate(call)
+                tasks.cancel_scope.cancel()
         finally:
             self.running.remove(call)
-
-    async def _response(self, request: Request, call: Call) -> Any:
-        outcome = None
-        async with anyio.create_task_group() as tasks:
-
-            async def notice_departure() -> None:
-                while (await request.receive())["type"] != "http.disconnect":
-                    pass
-                call.lose_client()
-
-            tasks.start_soon(notice_departure)
-            outcome = await self.engine.generate(call)
-            tasks.cancel_scope.cancel()
-        match outcome:
-            case Answer(body):
-                return _answer(body)
-            case Failure(status, message):
-                return _error(status, message)
-            case _:
-                return _BrokenOff()
+        return outcome
 
     async def abort_request(self, request: Request) -> Response:
         body = await _json(request)
@@ -133,6 +167,10 @@ class _Handlers:
     async def get_model_info(self, _: Request) -> Response:
         engine = self.engine
         return _answer({"model_path": engine.model_path, "weight_version": engine.weight_version})
+
+    async def server_info(self, _: Request) -> Response:
+        incremental = self.engine.streaming == "incremental"
+        return _answer({"incremental_streaming_output": incremental})
 
     async def loads(self, _: Request) -> Response:
         running = sum(not (call.aborted or call.gone) for call in self.running)
@@ -177,8 +215,6 @@ async def _json(request: Request) -> dict[str, Any]:
 
 def _call(body: dict[str, Any], routing_key: str) -> Call:
     """The call that a body of `/generate` asks for; _BadRequestError when it is not one."""
-    if body.get("stream"):
-        raise _BadRequestError("stream: this engine answers unstreamed calls only")
     if body.get("return_logprob") is not True:
         raise _BadRequestError("return_logprob: this engine always returns log-probabilities")
     ids = body.get("input_ids")
@@ -210,6 +246,17 @@ def _call(body: dict[str, Any], routing_key: str) -> Call:
         logprob_start_len=start,
         experts_from=experts_from if body.get("return_routed_experts") is True else None,
     )
+
+
+def _respond(outcome: Outcome) -> Any:
+    """The ASGI response to an unstreamed call."""
+    match outcome:
+        case Answer(body):
+            return _answer(body)
+        case Failure(status, message):
+            return _error(status, message)
+        case _:
+            return _BrokenOff()
 
 
 def _answer(body: dict[str, Any], status: int = 200) -> Response:

@@ -32,7 +32,7 @@ def run_engine_program(
         values = read_config()
         try:
             config = kind(**values)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ContractError(f"{name}'s configuration: {error.args[0]}") from None
         async with serve(config) as url:
             announce({"url": url})

@@ -11,7 +11,14 @@ import anyio
 import anyio.to_thread
 import attrs
 
-from turnleaf.adapters.mock._calls import Answer, Call, Failure, Outcome, finish_reason_body
+from turnleaf.adapters.mock._calls import (
+    Answer,
+    Call,
+    Failure,
+    Outcome,
+    Streaming,
+    finish_reason_body,
+)
 from turnleaf.adapters.mock._ledger import Ledger, LedgerEntry, turn_of
 from turnleaf.adapters.mock._policy import Policy
 from turnleaf.adapters.mock._policy_sampling import Generation, Sampler
@@ -74,7 +81,7 @@ class PolicyEngine:
     An update of weights takes effect between two steps, also for the calls that are running; the
     log-probability of a token is that of the weights that sampled it, over the whole sequence.
 
-    Samples only while `sampling()` is open.
+    Nothing is streamed. Samples only while `sampling()` is open.
     """
 
     def __init__(
@@ -93,6 +100,7 @@ class PolicyEngine:
         self.ledger = Ledger() if ledger is None else ledger
         self.model_path = model_path
         self.weight_version = weight_version
+        self.streaming: Streaming = None
         self._waiting: list[_Sampling] = []
         self._running: list[_Sampling] = []
         self._between_steps = anyio.Lock()

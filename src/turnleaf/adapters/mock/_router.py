@@ -3,7 +3,7 @@
 import socket
 import zlib
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import aiohttp
 import anyio
@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from turnleaf.gateway._serving import BACKLOG, served
 
@@ -39,9 +40,10 @@ async def serve_router(
 ) -> AsyncIterator[str]:
     """Serve a router in this event loop until the context is left; yields its URL.
 
-    It has `/generate` (a rollout's calls go to one of the engines), `/workers` and `/health`, and,
-    like the real one, no `/abort_request`. drops: fields that it leaves out of requests, of their
-    sampling parameters too. Raises OSError when the port is taken.
+    It has `/generate` (a rollout's calls go to one of the engines, streams are handed on as they
+    come), `/workers` and `/health`, and, like the real one, no `/abort_request`. drops: fields that
+    it leaves out of requests, of their sampling parameters too. Raises OSError when the port is
+    taken.
     """
     listening = socket.create_server((host, port), backlog=BACKLOG)
     async with (
@@ -57,34 +59,31 @@ class _Router:
     drops: frozenset[str]
     http: aiohttp.ClientSession
 
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, request: Request) -> ASGIApp:
         body = orjson.loads(await request.body())
         body = {name: value for name, value in body.items() if name not in self.drops}
         sampling = body.get("sampling_params", {}).items()
         body["sampling_params"] = {n: value for n, value in sampling if n not in self.drops}
         key = request.headers.get("x-smg-routing-key", "")
         engine = self.engines[zlib.crc32(key.encode()) % len(self.engines)]
-        answer = Response(status_code=502)
-        async with anyio.create_task_group() as tasks:
+        forward = self.http.post(
+            f"{engine}/generate",
+            data=orjson.dumps(body),
+            headers={"content-type": "application/json", "x-smg-routing-key": key},
+        )
 
-            async def notice_departure() -> None:
-                while (await request.receive())["type"] != "http.disconnect":
-                    pass
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            async with anyio.create_task_group() as tasks:
+
+                async def notice_departure() -> None:
+                    while (await request.receive())["type"] != "http.disconnect":
+                        pass
+                    tasks.cancel_scope.cancel()
+
+                tasks.start_soon(notice_departure)
+                await _hand_on(forward, scope, receive, send)
                 tasks.cancel_scope.cancel()
 
-            tasks.start_soon(notice_departure)
-            try:
-                async with self.http.post(
-                    f"{engine}/generate",
-                    data=orjson.dumps(body),
-                    headers={"content-type": "application/json", "x-smg-routing-key": key},
-                ) as response:
-                    answer = Response(
-                        await response.read(), response.status, media_type="application/json"
-                    )
-            except aiohttp.ClientError:
-                answer = Response(status_code=502)
-            tasks.cancel_scope.cancel()
         return answer
 
     async def workers(self, _: Request) -> Response:
@@ -94,6 +93,29 @@ class _Router:
 
     async def health(self, _: Request) -> Response:
         return Response()
+
+
+async def _hand_on(
+    forward: AbstractAsyncContextManager[aiohttp.ClientResponse],
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+) -> None:
+    """Answer with the engine's response as it arrives; one that breaks, breaks here too."""
+    begun = False
+    try:
+        async with forward as response:
+            begun = True
+            headers = [(b"content-type", response.content_type.encode())]
+            await send(
+                {"type": "http.response.start", "status": response.status, "headers": headers}
+            )
+            async for chunk in response.content.iter_any():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body"})
+    except aiohttp.ClientError:
+        if not begun:
+            await Response(status_code=502)(scope, receive, send)
 
 
 def _app(router: _Router) -> Starlette:

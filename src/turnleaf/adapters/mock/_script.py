@@ -30,10 +30,13 @@ class Reply:
     delay: seconds until the answer. hang: it never comes. Both are ended by an abort, which hands
         out the first `abort_after` ids (by default half of them), and by the client's leaving.
     fail: answer with this HTTP status, and sample nothing.
-    drop: sample, then break the connection.
-    mismatch: claim one token more than there are log-probabilities.
-    spoil: members of `meta_info` that take the place of the true ones, null to leave one out: for
-        replies that nobody may trust.
+    events: of a stream, how many ids each event but the last one holds, as far as there are ids;
+        by default the last one holds one id, and so does each before it.
+    drop: sample, then break the connection. drop_after: the same, behind the stream's events with
+        that many ids, or more if they hold more; an unstreamed call is told nothing.
+    mismatch: claim one token more than there are log-probabilities. spoil: members of `meta_info`
+        that take the place of the true ones, null to leave one out: for replies that nobody may
+        trust. Of a stream, both concern the last event.
     speculation: what a draft model is said to have done: drafts accepted and drafted, and
         verifications.
     prompt_tail: let `output_ids`, and only those, begin with the last that many prompt ids.
@@ -51,7 +54,9 @@ class Reply:
     hang: bool = False
     abort_after: int | None = attrs.field(default=None, validator=_optional(_is(int)))
     fail: int | None = attrs.field(default=None, validator=_optional(_is(int)))
+    events: tuple[int, ...] | None = attrs.field(default=None, converter=_optional_tuple)
     drop: bool = False
+    drop_after: int | None = attrs.field(default=None, validator=_optional(_is(int)))
     mismatch: bool = False
     spoil: Mapping[str, Any] | None = attrs.field(default=None, validator=_optional(_is(dict)))
     speculation: tuple[int, int, int] | None = attrs.field(default=None, converter=_optional_tuple)

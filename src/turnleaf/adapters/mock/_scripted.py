@@ -1,6 +1,5 @@
 """An engine that samples what a script says, and keeps a ledger of it."""
 
-import math
 import zlib
 from bisect import bisect_left
 from collections import Counter, deque
@@ -10,11 +9,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
-import attrs
 import numpy as np
 import numpy.typing as npt
 
-from turnleaf.adapters.mock._calls import Answer, Call, Failure, Outcome, finish_reason_body
+from turnleaf.adapters.mock._calls import (
+    Answer,
+    Call,
+    Failure,
+    Outcome,
+    Streaming,
+    finish_reason_body,
+)
 from turnleaf.adapters.mock._ledger import Ledger, LedgerEntry, turn_of
 from turnleaf.adapters.mock._replay_data import (
     filters,
@@ -25,6 +30,13 @@ from turnleaf.adapters.mock._replay_data import (
     top_p_fields,
 )
 from turnleaf.adapters.mock._script import Reply, ReplyFunction, Script, parse_reply, parse_script
+from turnleaf.adapters.mock._scripted_sample import (
+    NOTHING,
+    ScriptedSample,
+    drop_after,
+    event_ends,
+    so_far,
+)
 from turnleaf.core import ContractError, FinishReason, Speculation, TokenIds, WeightSpan
 from turnleaf.gateway._probe import PROBE
 from turnleaf.gateway.engines import wants_top_p_ids
@@ -43,18 +55,6 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-@attrs.frozen
-class _Sample:
-    ids: list[int]
-    logprobs: list[float]
-    finish: FinishReason
-    matched: str | int | None
-
-    def cut(self, length: int, finish: FinishReason, matched: str | int | None) -> "_Sample":
-        return _Sample(self.ids[:length], self.logprobs[:length], finish, matched)
-
-
-_NOTHING = _Sample([], [], "abort", None)
 _PROBE_REPLY = Reply(ids=(0,), finish="length")
 
 
@@ -68,8 +68,8 @@ class ScriptedEngine:
     be set at any time; calls report what it is when they end. calls: every call that arrived.
     routed_experts_shape: (layers, top_k) of the experts that it makes up for whoever asks; None for
     an engine that knows none. knows_top_p_ids: whether it sends the ids that top-p kept, as SGLang
-    does with slime's patch. A worker's probe is answered with one id unless the script has a reply
-    to it.
+    does with slime's patch. streaming: may be set at any time. A worker's probe is answered
+    with one id unless the script has a reply to it.
 
     Raises ContractError when the script is not valid.
     """
@@ -85,6 +85,7 @@ class ScriptedEngine:
         ledger: Ledger | None = None,
         routed_experts_shape: tuple[int, int] | None = None,
         knows_top_p_ids: bool = True,
+        streaming: Streaming = "cumulative",
     ) -> None:
         self._tokenizer = tokenizer
         self._script = self._parsed(script)
@@ -94,6 +95,7 @@ class ScriptedEngine:
         self._experts_shape = routed_experts_shape
         self._knows_top_p_ids = knows_top_p_ids
         self.ledger = Ledger() if ledger is None else ledger
+        self.streaming: Streaming = streaming
         self.model_path = "scripted"
         self.weight_version = "default"
         self.calls: list[Call] = []
@@ -131,8 +133,8 @@ class ScriptedEngine:
             return Failure(reply.fail, f"the script has rollout {call.routing_key!r} fail here")
         complete = self._stopped(call.sampling, self._scripted(call, reply, number))
         with self._registered(call):
-            begun = await self._play(call, reply)
-        return self._conclude(call, reply, _so_far(call, reply, complete) if begun else _NOTHING)
+            begun = await self._play(call, reply, complete)
+        return self._conclude(call, reply, so_far(call, reply, complete) if begun else NOTHING)
 
     def _next_reply(self, call: Call, scripted: Reply | ReplyFunction, number: int) -> Reply:
         if isinstance(scripted, Reply):
@@ -199,7 +201,7 @@ class ScriptedEngine:
         finally:
             self._running.remove(call)
 
-    async def _play(self, call: Call, reply: Reply) -> bool:
+    async def _play(self, call: Call, reply: Reply, complete: ScriptedSample) -> bool:
         """Return when the reply is due or the call is interrupted: whether sampling began."""
         begun = False
         async with anyio.create_task_group() as tasks:
@@ -211,11 +213,50 @@ class ScriptedEngine:
             tasks.start_soon(end_when_interrupted)
             await self._unpaused.wait()
             begun = True
-            await anyio.sleep(math.inf if reply.hang else reply.delay)
+            await anyio.sleep(reply.delay)
+            await self._stream(call, reply, complete)
+            if reply.hang:
+                await anyio.sleep_forever()
             tasks.cancel_scope.cancel()
         return begun
 
-    def _scripted(self, call: Call, reply: Reply, number: int) -> _Sample:
+    async def _stream(self, call: Call, reply: Reply, complete: ScriptedSample) -> None:
+        """Send every event but the last one."""
+        if call.tell is None:
+            return
+        for end in event_ends(reply, complete):
+            meta_info = {
+                "id": call.rid,
+                "finish_reason": None,
+                "prompt_tokens": len(call.input_ids),
+                "completion_tokens": end,
+                "cached_tokens": self._cached_tokens(call.input_ids),
+                "weight_version": self.weight_version,
+            }
+            event = self._body(call, reply, complete.cut(end, "length", None), meta_info)
+            call.told = end
+            await call.tell(event)
+
+    def _body(
+        self, call: Call, reply: Reply, sample: ScriptedSample, meta_info: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A reply of SGLang, or a stream's event, with what it holds of the sample."""
+        begin = 0
+        if call.tell is not None and self.streaming == "incremental":
+            begin = call.told
+        ids = sample.ids[begin:]
+        tail = [] if begin else call.input_ids[len(call.input_ids) - reply.prompt_tail :].tolist()
+        entries = {
+            "output_token_logprobs": sample.entries(begin, len(sample.ids)),
+            "input_token_logprobs": [],
+        }
+        return {
+            "text": "" if self._tokenizer is None else self._tokenizer.decode(ids),
+            "output_ids": tail + ids,
+            "meta_info": meta_info | entries,
+        }
+
+    def _scripted(self, call: Call, reply: Reply, number: int) -> ScriptedSample:
         ids = self._ids(reply)
         matched = reply.matched
         if reply.finish == "stop" and self._stop_token_id is not None:
@@ -226,9 +267,9 @@ class ScriptedEngine:
         made_up = -np.random.default_rng(seeds).exponential(0.5, len(ids)).astype(np.float32)
         given = list(reply.logprobs or ())
         logprobs = given + [float(value) for value in made_up[len(given) :]]
-        return _Sample(ids, logprobs, reply.finish, matched)
+        return ScriptedSample(ids, logprobs, reply.finish, matched)
 
-    def _stopped(self, sampling: Mapping[str, Any], sample: _Sample) -> _Sample:
+    def _stopped(self, sampling: Mapping[str, Any], sample: ScriptedSample) -> ScriptedSample:
         """The sample up to where the request's own limits end it; SGLang's order of checks."""
         limit = sampling.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS)
         stop_ids = {*(sampling.get("stop_token_ids") or ()), self._stop_token_id}
@@ -260,9 +301,9 @@ class ScriptedEngine:
         lengths = range(len(ids) + 1)
         return bisect_left(lengths, True, key=lambda length: string in decode(ids[:length]))
 
-    def _conclude(self, call: Call, reply: Reply, sample: _Sample) -> Outcome:
+    def _conclude(self, call: Call, reply: Reply, sample: ScriptedSample) -> Outcome:
         completion_tokens = len(sample.ids) + reply.mismatch
-        answered = not (call.gone or reply.drop)
+        answered = not call.gone and drop_after(reply) is None
         cached_tokens = self._cached_tokens(call.input_ids)
         output = np.array(sample.ids, dtype=np.int32)
         path = np.concatenate([call.input_ids, output])
@@ -283,6 +324,7 @@ class ScriptedEngine:
                     finish=sample.finish,
                     completion_tokens=completion_tokens,
                     answered=answered,
+                    told=0 if answered else call.told,
                     spoiled=reply.spoil is not None,
                     speculation=speculation,
                     top_p_ids=top_p_ids,
@@ -292,7 +334,6 @@ class ScriptedEngine:
         self._sequences.append(path)
         if not answered:
             return None
-        tail = call.input_ids[len(call.input_ids) - reply.prompt_tail :].tolist()
         meta_info: dict[str, Any] = {
             "id": call.rid,
             "finish_reason": finish_reason_body(sample.finish, sample.matched, len(sample.ids)),
@@ -301,11 +342,6 @@ class ScriptedEngine:
             "cached_tokens": cached_tokens,
             "e2e_latency": reply.delay,
             "weight_version": self.weight_version,
-            "output_token_logprobs": [
-                [logprob, token_id, None]
-                for logprob, token_id in zip(sample.logprobs, sample.ids, strict=True)
-            ],
-            "input_token_logprobs": [],
         }
         if top_p_ids is not None:
             meta_info |= top_p_fields(top_p_ids)
@@ -313,10 +349,10 @@ class ScriptedEngine:
             meta_info["routed_experts"] = int32_base64(experts[call.experts_from :])
         if speculation is not None:
             meta_info |= speculation_fields(speculation)
-        told = meta_info | dict(reply.spoil or {})
-        meta_info = {name: value for name, value in told.items() if value is not None}
-        text = "" if self._tokenizer is None else self._tokenizer.decode(sample.ids)
-        return Answer({"text": text, "output_ids": tail + sample.ids, "meta_info": meta_info})
+        body = self._body(call, reply, sample, meta_info)
+        said = body["meta_info"] | dict(reply.spoil or {})
+        body["meta_info"] = {name: value for name, value in said.items() if value is not None}
+        return Answer(body)
 
     def _top_p_ids(self, call: Call, path: TokenIds) -> list[list[int]] | None:
         if not (
@@ -334,13 +370,6 @@ class ScriptedEngine:
         """The longest prefix that an earlier call left; the last prompt token is always computed,
         since the first output depends on it."""
         return max((_common(input_ids[:-1], earlier) for earlier in self._sequences), default=0)
-
-
-def _so_far(call: Call, reply: Reply, complete: _Sample) -> _Sample:
-    if not (call.aborted or call.gone):
-        return complete
-    half = len(complete.ids) // 2
-    return complete.cut(half if reply.abort_after is None else reply.abort_after, "abort", None)
 
 
 def _common(one: TokenIds, other: TokenIds) -> int:

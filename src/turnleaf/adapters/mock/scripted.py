@@ -2,8 +2,8 @@
 
 Configuration, one line of JSON on stdin: `script` (rollout → replies, see `Reply`), and optionally
 `tokenizer` (path of a tokenizer.json), `stop_token_id`, `repeat`, `seed`, `ledger` (path of the
-ledger.jsonl to append to), `routed_experts_shape`, `knows_top_p_ids`, `host` and `port`. Its
-readiness line is `{"url": …}`.
+ledger.jsonl to append to), `routed_experts_shape`, `knows_top_p_ids`, `streaming`, `host` and
+`port`. Its readiness line is `{"url": …}`.
 """
 
 from contextlib import AbstractAsyncContextManager
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import attrs
 
+from turnleaf.adapters.mock._calls import Streaming
 from turnleaf.adapters.mock._engine_app import serve_engine
 from turnleaf.adapters.mock._engine_program import run_engine_program
 from turnleaf.adapters.mock._ledger import Ledger
@@ -31,6 +32,9 @@ class _Config:
         default=None, converter=attrs.converters.optional(tuple)
     )
     knows_top_p_ids: bool = True
+    streaming: Streaming = attrs.field(
+        default="cumulative", validator=attrs.validators.in_(("incremental", "cumulative", None))
+    )
     host: str = "127.0.0.1"
     port: int = 0
 
@@ -48,6 +52,7 @@ def _engine(config: _Config) -> ScriptedEngine:
         ledger=Ledger(None if config.ledger is None else Path(config.ledger)),
         routed_experts_shape=config.routed_experts_shape,
         knows_top_p_ids=config.knows_top_p_ids,
+        streaming=config.streaming,
     )
 
 
