@@ -26,10 +26,19 @@ __all__ = ["ControlledTokenizer", "Shield"]
 _LONG = 10_000
 """Characters from which on a text is encoded as a batch of one: `encode` holds Python's global lock
 until it is done, `encode_batch_fast` does not."""
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = (byte for byte in range(0x100) if byte not in _PRINTABLE)
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(sign): byte for sign, byte in enumerate(_OTHERS, 0x100)
+}
+"""The byte of each sign in which a vocabulary of bytes is written: GPT-2's encoder."""
 
 
 class ControlledTokenizer:
     """Encodes rendered text as the tokenizer itself does, but for stand-ins.
+
+    control_ids: of the control tokens. decodes_bytes: a text is decoded from the bytes of its
+    tokens, put together.
 
     Raises ContractError for a tokenizer of which that could not be said.
     """
@@ -49,6 +58,7 @@ class ControlledTokenizer:
         self._edge_signs = frozenset(sign for token in self._ids for sign in (token[0], token[-1]))
         self._longest = max(map(len, self._ids), default=0)
         self.control_ids = frozenset(added)
+        self.decodes_bytes = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._prove()
 
     def shield(self) -> "Shield":
@@ -68,6 +78,14 @@ class ControlledTokenizer:
     def decode(self, ids: list[int]) -> str:
         """The text of tokens, control tokens included; broken UTF-8 becomes U+FFFD."""
         return self._backend.decode(ids, skip_special_tokens=False)
+
+    def bytes_of(self, id_: int) -> bytes:
+        """The bytes of one token, if `decodes_bytes`; their text is decoded from all together."""
+        token = self._backend.id_to_token(id_) or ""
+        try:
+            return bytes(_BYTES[sign] for sign in token)
+        except KeyError:
+            return token.encode()
 
     def pieces(self, ids: list[int]) -> list[Piece]:
         """The same text, cut at control tokens."""

@@ -15,33 +15,12 @@ from turnleaf.gateway.rendering._control import ControlledTokenizer
 from turnleaf.gateway.rendering._dialect import Message, Tool
 from turnleaf.gateway.rendering._errors import RenderError
 from turnleaf.gateway.rendering._loading import load_checkpoint
+from turnleaf.gateway.rendering._outputs import OutputFormat, Parsed
+from turnleaf.gateway.rendering._reader import OutputReader
 from turnleaf.gateway.rendering._template import Template, without_reasoning
-from turnleaf.gateway.rendering.parsers import (
-    CallFrame,
-    CallParser,
-    MessageParser,
-    ParsedCall,
-    Piece,
-    ReasoningParser,
-    Segments,
-)
+from turnleaf.gateway.rendering.parsers import CallFrame
 
-__all__ = ["Parsed", "Rendered", "Renderer"]
-
-
-@attrs.frozen
-class Parsed:
-    """What an agent is given of an output.
-
-    content, reasoning: text as sampled. calls: in order. malformed: how many regions look like a
-    tool call but are cut, break its format, or are more than the template can show in one reply;
-    they stayed in `content`.
-    """
-
-    content: str
-    reasoning: str
-    calls: tuple[ParsedCall, ...]
-    malformed: int
+__all__ = ["Rendered", "Renderer"]
 
 
 @attrs.frozen(eq=False)
@@ -71,12 +50,7 @@ class Renderer:
     _tokenizer: ControlledTokenizer
     _template: Template
     _continuations: Continuations
-    _turn_ends: frozenset[int]
-    _parse_calls: CallParser | None
-    _split_reasoning: ReasoningParser | None
-    _read_messages: MessageParser | None
-    _can_parse_calls: bool
-    _opened: str | None
+    _outputs: OutputFormat
 
     @classmethod
     def load(
@@ -104,32 +78,37 @@ class Renderer:
         close_ids = tokenizer.encode(continuations.close)
         stop_ids = checkpoint.end_ids | (tokenizer.control_ids & set(close_ids[:1]))
         parse_calls = parsers.call_parser(tool_call_parser, template.source)
-        split_reasoning = parsers.reasoning_parser(reasoning_parser, template.source)
         read_messages = parsers.message_parser(tool_call_parser, reasoning_parser, template.source)
+        messages_have_calls = read_messages is not None and tool_call_parser != "none"
+        outputs = OutputFormat(
+            tokenizer=tokenizer,
+            stop_ids=stop_ids,
+            turn_ends=stop_ids & tokenizer.spelled(template.source),
+            parse_calls=parse_calls,
+            split_reasoning=parsers.reasoning_parser(reasoning_parser, template.source),
+            read_messages=read_messages,
+            calls_can_be_read=parse_calls is not None or messages_have_calls,
+            parallel_calls=template.parallel_calls,
+            opened=opened,
+        )
         return cls(
             max_context=checkpoint.max_context,
             stop_ids=stop_ids,
             tokenizer=tokenizer,
             template=template,
             continuations=continuations,
-            turn_ends=stop_ids & tokenizer.spelled(template.source),
-            parse_calls=parse_calls,
-            split_reasoning=split_reasoning,
-            read_messages=read_messages,
-            can_parse_calls=parse_calls is not None
-            or (read_messages is not None and tool_call_parser != "none"),
-            opened=opened,
+            outputs=outputs,
         )
 
     @property
     def can_parse_calls(self) -> bool:
         """Whether tool calls in an output can be read."""
-        return self._can_parse_calls
+        return self._outputs.calls_can_be_read
 
     @property
     def call_frame(self) -> Callable[[str], CallFrame] | None:
         """How a function's calls are written around their arguments; None if not as JSON."""
-        return parsers.call_frame(self._parse_calls)
+        return parsers.call_frame(self._outputs.parse_calls)
 
     def render(
         self,
@@ -189,33 +168,27 @@ class Renderer:
         matched: str | int | None,
         prompt: TokenIds | None = None,
     ) -> Parsed:
-        """Read a finished output as a message. Never raises.
+        """Read a finished output as a message; see `OutputFormat.parse`. Never raises.
 
-        Works on the text of the whole output. A stop token at its end, and everything from the
-        matched stop string on, are not part of the message; other control tokens stay visible.
-        Calls are looked for only when there are tools. Between calls, whitespace is dropped.
         prompt: what was sampled from; some templates open the reasoning in some prompts only. None
         is the prompt after a user's message.
         """
-        text = self._text_of(output, finish_reason, matched)
-        if self._read_messages is not None:
-            reasoning, segments = self._read_messages(
-                self._pieces_of(output, text, matched), calls=bool(tools) and self._can_parse_calls
-            )
-            return self._as_message(segments, reasoning, text)
-        reasoning = ""
-        if self._split_reasoning is not None:
-            opened = self._opens_reasoning(prompt)
-            if opened and self._opened and not self._opened.endswith("\n"):
-                text = text.removeprefix("\n")
-            reasoning, text = self._split_reasoning(text, opened)
-        if not tools or self._parse_calls is None:
-            return Parsed(text, reasoning, (), 0)
-        return self._as_message(self._parse_calls(text, tools), reasoning, text)
+        return self._outputs.parse(
+            output, tools=tools, finish_reason=finish_reason, matched=matched, prompt=prompt
+        )
+
+    def reader(
+        self, *, tools: Sequence[Tool] | None, prompt: TokenIds | None, stop: Sequence[str]
+    ) -> OutputReader:
+        """Read an output while it is sampled; its end is what `parse` makes of the whole.
+
+        stop: all stop strings, the trainer's and the agent's.
+        """
+        return OutputReader(self._outputs, tools=tools, prompt=prompt, stop=stop)
 
     def opens_reasoning(self, prompt: TokenIds) -> bool:
         """Whether what is sampled from a prompt begins inside of reasoning."""
-        return self._split_reasoning is not None and self._opens_reasoning(prompt)
+        return self._outputs.opens_reasoning(prompt)
 
     def token_texts(self, ids: TokenIds) -> list[str]:
         """The text of each token; U-FFFD where it is no whole character of its own."""
@@ -224,22 +197,6 @@ class Renderer:
     def decode(self, ids: TokenIds) -> str:
         """The text of tokens, control tokens included."""
         return self._tokenizer.decode(ids.tolist())
-
-    def _opens_reasoning(self, prompt: TokenIds | None) -> bool:
-        if self._opened is None or prompt is None:
-            return self._opened is not None
-        # Every token of it has one character at least.
-        tail = self._tokenizer.decode(prompt[-len(self._opened) :].tolist())
-        return tail.endswith(self._opened)
-
-    def _as_message(self, segments: Segments, reasoning: str, text: str) -> Parsed:
-        calls = sum(isinstance(part, ParsedCall) for part in segments.parts)
-        if calls > 1 and not self._template.parallel_calls:
-            # The conversation could not go on after calls that the template cannot show. Reasoning
-            # that the text still holds is not told twice.
-            reasoning = "" if reasoning in text else reasoning
-            return Parsed(text, reasoning, (), segments.malformed + calls)
-        return _message(segments, reasoning)
 
     def _closed(self, output: TokenIds, ids: Sequence[int], continued: Continuation) -> int:
         """How many of `ids`, which begin with the close, `output` ends with already."""
@@ -252,38 +209,7 @@ class Renderer:
             if separable and tail[-count:] == ids[:count]:
                 return count
         # Another end of a turn stands for the one that the template writes here.
-        return 1 if continued.close and tail and tail[-1] in self._turn_ends else 0
-
-    def _pieces_of(self, output: TokenIds, text: str, matched: str | int | None) -> Sequence[Piece]:
-        """The pieces of an output whose text is `text`, and the stop token that ended it."""
-        ids = output.tolist()
-        if ids and ids[-1] in self._turn_ends and not isinstance(matched, str):
-            return self._tokenizer.pieces(ids)
-        pieces: list[Piece] = []
-        at = 0
-        for piece in self._tokenizer.pieces(ids):
-            kept = piece.text[: max(len(text) - at, 0)]
-            at += len(piece.text)
-            pieces += [Piece(kept, piece.control and kept == piece.text)] if kept else []
-        return pieces
-
-    def _text_of(
-        self, output: TokenIds, finish_reason: FinishReason, matched: str | int | None
-    ) -> str:
-        ids = output.tolist()
-        if isinstance(matched, str) and matched:
-            text = self._tokenizer.decode(ids)
-            at = self._stopped_at(text, ids, matched) if finish_reason == "stop" else -1
-            return text if at < 0 else text[:at]
-        if ids and (ids[-1] in self.stop_ids or ids[-1] == matched):
-            ids.pop()
-        return self._tokenizer.decode(ids)
-
-    def _stopped_at(self, text: str, ids: list[int], stop: str) -> int:
-        """Where the stop string begins that the last token completed, or else the first; or -1."""
-        before = len(self._tokenizer.decode(ids[:-1]))
-        at = text.find(stop, max(before - len(stop) + 1, 0))
-        return text.find(stop) if at < 0 else at
+        return 1 if continued.close and tail and tail[-1] in self._outputs.turn_ends else 0
 
 
 def _opened_reasoning(
@@ -300,14 +226,3 @@ def _opened_reasoning(
         ) from error
     _, opened, rest = text.rpartition(asked)[2].rpartition("<think>")
     return opened + rest if opened and "</think>" not in rest else None
-
-
-def _message(segments: Segments, reasoning: str) -> Parsed:
-    calls = tuple(part for part in segments.parts if isinstance(part, ParsedCall))
-    texts = [part for part in segments.parts if isinstance(part, str)]
-    if calls:
-        texts = [text for text in texts if text.strip()]
-        if texts and segments.parts[0] == texts[0]:
-            # Line feeds between the text and its first call belong to the call.
-            texts[0] = texts[0].rstrip("\n")
-    return Parsed("".join(texts), reasoning, calls, segments.malformed)

@@ -1,7 +1,8 @@
 """Parsers of model output, one small file per format, by the names SGLang gives them.
 
-They read a whole output: its decoded text or, where a format has messages of its own, its text
-and control tokens.
+A parser reads a whole output: its decoded text or, where a format has messages of its own, its text
+and control tokens. A reader reads the same as it is sampled, and tells what of the parse is certain
+whatever follows.
 """
 
 import difflib
@@ -12,31 +13,51 @@ from turnleaf.core import ContractError
 from turnleaf.gateway.rendering.parsers._base import (
     CallFrame,
     CallParser,
+    CallReader,
+    ContentDelta,
+    Delta,
     MessageParser,
+    MessageReader,
     ParsedCall,
     Piece,
+    ReasoningDelta,
     Segments,
     Tools,
 )
-from turnleaf.gateway.rendering.parsers._deepseek import parse_deepseek
+from turnleaf.gateway.rendering.parsers._call_reader import CallForm, TaggedCallReader
+from turnleaf.gateway.rendering.parsers._content import ContentReader, content_of
+from turnleaf.gateway.rendering.parsers._deepseek import DEEPSEEK_FORM, parse_deepseek
 from turnleaf.gateway.rendering.parsers._glm import parse_glm
 from turnleaf.gateway.rendering.parsers._harmony import parse_harmony
+from turnleaf.gateway.rendering.parsers._harmony_reader import HarmonyReader
 from turnleaf.gateway.rendering.parsers._hermes import hermes_frame, parse_hermes
-from turnleaf.gateway.rendering.parsers._llama import parse_llama
+from turnleaf.gateway.rendering.parsers._llama import LlamaReader, parse_llama
 from turnleaf.gateway.rendering.parsers._qwen_xml import parse_qwen_xml
-from turnleaf.gateway.rendering.parsers._reasoning import split_reasoning
+from turnleaf.gateway.rendering.parsers._reasoning import ReasoningReader, split_reasoning
+from turnleaf.gateway.rendering.parsers._text_reader import TextReader
 
 __all__ = [
     "CallFrame",
     "CallParser",
+    "CallReader",
+    "ContentDelta",
+    "ContentReader",
+    "Delta",
+    "HarmonyReader",
     "MessageParser",
+    "MessageReader",
     "ParsedCall",
     "Piece",
+    "ReasoningDelta",
     "ReasoningParser",
+    "ReasoningReader",
     "Segments",
+    "TextReader",
     "Tools",
     "call_frame",
     "call_parser",
+    "call_reader",
+    "content_of",
     "message_parser",
     "parse_deepseek",
     "parse_glm",
@@ -82,6 +103,14 @@ _MARKS: tuple[tuple[CallParser, tuple[str, ...]], ...] = (
 )
 """What a template holds that asks for a format; the first that fits is taken."""
 
+_TAGGED = CallForm("<tool_call>", "</tool_call>")
+_FORMS: Mapping[CallParser, CallForm] = {
+    parse_hermes: _TAGGED,
+    parse_qwen_xml: _TAGGED,
+    parse_glm: _TAGGED,
+    parse_deepseek: DEEPSEEK_FORM,
+}
+
 _Parser = TypeVar("_Parser")
 
 
@@ -104,6 +133,13 @@ def call_frame(parser: CallParser | None) -> Callable[[str], CallFrame] | None:
     None where arguments are not written as a JSON object in one place.
     """
     return hermes_frame if parser is parse_hermes else None
+
+
+def call_reader(parse: CallParser, tools: Tools, *, parallel: bool) -> CallReader:
+    """A reader of what that parser parses. parallel: a reply may have several calls."""
+    if parse is parse_llama:
+        return LlamaReader()
+    return TaggedCallReader(parse, _FORMS[parse], tools, parallel=parallel)
 
 
 def reasoning_parser(name: str, template: str) -> ReasoningParser | None:

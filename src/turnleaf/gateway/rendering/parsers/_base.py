@@ -1,11 +1,24 @@
 """What a parser of model output returns, and what it is."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
 
-__all__ = ["CallFrame", "CallParser", "MessageParser", "ParsedCall", "Piece", "Segments", "Tools"]
+__all__ = [
+    "CallFrame",
+    "CallParser",
+    "CallReader",
+    "ContentDelta",
+    "Delta",
+    "MessageParser",
+    "MessageReader",
+    "ParsedCall",
+    "Piece",
+    "ReasoningDelta",
+    "Segments",
+    "Tools",
+]
 
 Tools = Sequence[Mapping[str, Any]]
 """OpenAI tool definitions: `{"type": "function", "function": {"name", "parameters", …}}`."""
@@ -48,10 +61,40 @@ class Piece:
     control: bool
 
 
+@attrs.frozen
+class ReasoningDelta:
+    """More of a message's reasoning."""
+
+    text: str
+
+
+@attrs.frozen
+class ContentDelta:
+    """More of a message's content."""
+
+    text: str
+
+
+Delta = ReasoningDelta | ContentDelta | ParsedCall
+"""What a message has beside what is known of it already; a call is always whole."""
+
+
 class CallParser(Protocol):
-    """Finds the tool calls in a finished text. Never raises, and never repairs a call."""
+    """Finds the tool calls in a finished text. Never raises, and never repairs a call.
+
+    Its reader relies on this: where a text is one call and nothing else, every text that begins
+    with it begins with that call.
+    """
 
     def __call__(self, text: str, tools: Tools) -> Segments: ...
+
+
+class CallReader(Protocol):
+    """Reads a text that is not finished. Never raises."""
+
+    def feed(self, text: str) -> Iterator[str | ParsedCall]:
+        """What has become certain: more of the text that stands here, or the next call."""
+        ...
 
 
 class MessageParser(Protocol):
@@ -61,3 +104,11 @@ class MessageParser(Protocol):
     """
 
     def __call__(self, pieces: Sequence[Piece], *, calls: bool) -> tuple[str, Segments]: ...
+
+
+class MessageReader(Protocol):
+    """Reads an output that is not finished. Never raises."""
+
+    def feed(self, piece: Piece) -> Iterator[Delta]:
+        """What has become certain of the message."""
+        ...

@@ -9,9 +9,10 @@ The JSON decides where a call ends.
 import re
 
 from turnleaf.gateway.rendering.parsers._base import ParsedCall, Segments, Tools
+from turnleaf.gateway.rendering.parsers._call_reader import CallForm
 from turnleaf.gateway.rendering.parsers._json_objects import BrokenJson, read_object, skip_space
 
-__all__ = ["parse_deepseek"]
+__all__ = ["DEEPSEEK_FORM", "parse_deepseek"]
 
 _OPEN_ALL = "<｜tool▁calls▁begin｜>"
 _CLOSE_ALL = "<｜tool▁calls▁end｜>"
@@ -19,6 +20,7 @@ _OPEN = "<｜tool▁call▁begin｜>"
 _CLOSE = "<｜tool▁call▁end｜>"
 _HEAD = re.compile(r"function<｜tool▁sep｜>([^\n<>]*[^\n<>\s])\n```json\n")
 _TAIL = re.compile(r"\s*```\s*" + re.escape(_CLOSE))
+DEEPSEEK_FORM = CallForm(_OPEN_ALL, _CLOSE, further=_OPEN, behind=_CLOSE_ALL)
 
 
 def parse_deepseek(text: str, tools: Tools) -> Segments:

@@ -18,10 +18,10 @@ import attrs
 from turnleaf.gateway.rendering.parsers._base import ParsedCall, Piece, Segments
 from turnleaf.gateway.rendering.parsers._json_objects import BrokenJson, read_object, skip_space
 
-__all__ = ["parse_harmony"]
+__all__ = ["ENDS", "MESSAGE", "START", "call_of", "parse_harmony", "part_of"]
 
-_START, _MESSAGE, _CALL = "<|start|>", "<|message|>", "<|call|>"
-_ENDS = ("<|end|>", "<|return|>", _CALL)
+START, MESSAGE, _CALL = "<|start|>", "<|message|>", "<|call|>"
+ENDS = ("<|end|>", "<|return|>", _CALL)
 _HEADER = re.compile(
     r"(?:<\|start\|>assistant)?(?: ?to=(?P<before>[^\s<]+))?"
     r"<\|channel\|>(?P<channel>analysis|commentary|final)"
@@ -60,7 +60,7 @@ def parse_harmony(pieces: Sequence[Piece], *, calls: bool) -> tuple[str, Segment
     malformed = 0
     messages = _messages(pieces)
     for at, part in enumerate(messages, 1):
-        call = _call(part) if calls else None
+        call = call_of(part) if calls else None
         if call is not None:
             parts.append(call)
         elif part.header is None or part.recipient is not None:
@@ -78,21 +78,22 @@ def _messages(pieces: Sequence[Piece]) -> list[_Part]:
     parts: list[_Part] = []
     current: list[Piece] = []
     for piece in pieces:
-        if piece.control and piece.text == _START and current:
-            parts.append(_part(current, ""))
+        if piece.control and piece.text == START and current:
+            parts.append(part_of(current, ""))
             current = []
         current.append(piece)
-        if piece.control and piece.text in _ENDS:
-            parts.append(_part(current[:-1], piece.text))
+        if piece.control and piece.text in ENDS:
+            parts.append(part_of(current[:-1], piece.text))
             current = []
-    return [*parts, _part(current, "")] if current else parts
+    return [*parts, part_of(current, "")] if current else parts
 
 
-def _part(pieces: Sequence[Piece], end: str) -> _Part:
+def part_of(pieces: Sequence[Piece], end: str) -> _Part:
+    """The message of these pieces. end: its end token; "" where it has none."""
     raw = "".join(piece.text for piece in pieces)
-    at = next((at for at, piece in enumerate(pieces) if piece == Piece(_MESSAGE, True)), None)
-    spelled = any(not piece.control and "<|" in piece.text for piece in pieces[:at])
-    if at is None or spelled:
+    at = next((at for at, piece in enumerate(pieces) if piece == Piece(MESSAGE, True)), None)
+    plain = "".join("\n" if piece.control else piece.text for piece in pieces[:at])
+    if at is None or "<|" in plain:
         return _Part(raw, None, "", end)
     header = _HEADER.fullmatch("".join(piece.text for piece in pieces[:at]))
     if header is not None and header["before"] and header["behind"]:
@@ -100,7 +101,8 @@ def _part(pieces: Sequence[Piece], end: str) -> _Part:
     return _Part(raw, header, "".join(piece.text for piece in pieces[at + 1 :]), end)
 
 
-def _call(part: _Part) -> ParsedCall | None:
+def call_of(part: _Part) -> ParsedCall | None:
+    """The call that a message is, if it is one."""
     recipient = part.recipient
     if part.header is None or recipient is None or part.header["channel"] != "commentary":
         return None

@@ -8,9 +8,11 @@ import attrs
 
 from turnleaf.gateway._json import DECODER, check_text
 
-__all__ = ["BrokenJson", "Member", "read_object", "skip_space"]
+__all__ = ["SPACE", "BrokenJson", "Member", "read_object", "skip_space"]
 
-_SPACE = re.compile(r"[ \t\n\r]*")
+SPACE = " \t\n\r"
+"""The whitespace of JSON."""
+_SPACE = re.compile(f"[{SPACE}]*")
 
 
 class BrokenJson(Exception):

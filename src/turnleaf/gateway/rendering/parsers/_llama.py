@@ -5,16 +5,19 @@ are several calls. An object without parameters is an answer that happens to be 
 """
 
 import re
+from collections.abc import Iterator
 
 from turnleaf.gateway.rendering.parsers._base import ParsedCall, Segments, Tools
 from turnleaf.gateway.rendering.parsers._json_objects import (
+    SPACE,
     BrokenJson,
     Member,
     read_object,
     skip_space,
 )
+from turnleaf.gateway.rendering.parsers._search import Beginning
 
-__all__ = ["parse_llama"]
+__all__ = ["LlamaReader", "parse_llama"]
 
 _TAG = "<|python_tag|>"
 _LIKE_A_CALL = re.compile(r"\{\s*\"(?:name|parameters|arguments)\"\s*:")
@@ -70,3 +73,22 @@ def _call(text: str, members: dict[str, Member]) -> ParsedCall | None:
     if len(given) != 1 or not isinstance(given[0].value, dict):
         return None
     return ParsedCall(name.value, text[given[0].start : given[0].end])
+
+
+class LlamaReader:
+    """Reads a reply that is not finished: as text, unless it begins as a call does.
+
+    Then it stays text or consists of calls as a whole, which only its end tells.
+    """
+
+    def __init__(self) -> None:
+        self._beginning = Beginning(["{", _TAG], SPACE)
+        self._found: str | None = None
+
+    def feed(self, text: str) -> Iterator[str | ParsedCall]:
+        """See `CallReader.feed`."""
+        if self._found is None:
+            self._found = self._beginning.feed(text)
+            text = self._beginning.text if self._found == "" else ""
+        if self._found == "":
+            yield text
