@@ -202,8 +202,8 @@ def test_a_whole_reply() -> None:
 
 @pytest.mark.parametrize("include_usage", [True, False])
 def test_the_events_add_up_to_the_whole_reply(include_usage: bool) -> None:
-    *events, done = completion_events(REPLY, include_usage=include_usage)
-    assert done == b"data: [DONE]\n\n"
+    *events, done, end = completion_events(REPLY, include_usage=include_usage).split(b"\n\n")
+    assert (done, end) == (b"data: [DONE]", b"")
     chunks = [json.loads(event.removeprefix(b"data: ")) for event in events]
     if include_usage:
         usage = chunks.pop()

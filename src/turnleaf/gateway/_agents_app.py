@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from typing import Any
 
 import anyio
 from starlette.applications import Starlette
@@ -19,6 +19,7 @@ from turnleaf.gateway._turns import Turns, ended
 from turnleaf.gateway.protocols import (
     ChatRequest,
     Completion,
+    EventStream,
     RequestError,
     completion,
     completion_events,
@@ -129,7 +130,7 @@ class ChatCompletions:
         """Have the turn sampled, whoever waits for it in the end."""
 
         async def sample() -> None:
-            asked.finish(await self._sample(record, chat, trained, call))
+            asked.finish(await self._sample(record, chat, trained, call, asked))
 
         async def end_with_key() -> None:
             await anyio.sleep(record.expires_at - time.monotonic())
@@ -159,14 +160,16 @@ class ChatCompletions:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(client.watch)
                 while not asked.done.is_set() and not client.gone.is_set():
-                    with anyio.move_on_after(self._keep_alive):
-                        await wait_for_first(asked.done.wait, client.gone.wait)
-                        break
-                    await reply.keep_alive()
+                    changed = asked.changed
+                    await reply.pass_on(asked)
+                    with anyio.move_on_after(self._keep_alive) as silence:
+                        await wait_for_first(changed.wait, client.gone.wait)
+                    if silence.cancelled_caught:
+                        await reply.keep_alive()
                 await anyio.lowlevel.checkpoint()  # a disconnect noticed meanwhile shows now
                 outcome = asked.outcome
                 if isinstance(outcome, Completion) and not client.gone.is_set():
-                    await reply.complete(outcome)
+                    await reply.complete(outcome, asked)
                     # At once: the server reports the end of a reply as a disconnect too.
                     if not client.gone.is_set():
                         self._turns.deliver(record, *outcome.turn_ids)
@@ -178,11 +181,20 @@ class ChatCompletions:
             asked.leave(delivered=delivered)
 
     async def _sample(
-        self, record: Record, chat: ChatRequest, trained: bool, call: Call
+        self, record: Record, chat: ChatRequest, trained: bool, call: Call, asked: Asked
     ) -> Completion | RequestError:
         try:
             prepared = await self._turns.prepare(record, chat, call, trained=trained)
-            return await self._turns.sample(record, prepared, call)
+            if not chat.stream:
+                return await self._turns.sample(record, prepared, call)
+            stream = EventStream(prepared.id, chat.model, chat.include_usage)
+
+            def tell(index: int, delta: dict[str, Any]) -> None:
+                asked.tell(stream.delta(index, delta))
+
+            reply = await self._turns.sample(record, prepared, call, tell)
+            asked.tell(stream.end(reply))
+            return reply
         except RequestError as error:
             return error
         except Exception:
@@ -216,17 +228,34 @@ class _Sending:
         self._send = send
         self._chat = chat
         self._started = False
+        self._passed_on = 0
 
-    async def complete(self, reply: Completion) -> None:
-        if self._chat.stream:
-            events = completion_events(reply, include_usage=self._chat.include_usage)
-            await self._stream(events)
-        else:
+    async def pass_on(self, asked: Asked) -> None:
+        """Send the events that there are."""
+        events = self._next_events(asked)
+        if events:
+            await self._start_stream()
+            await self._body(events, more=True)
+
+    async def complete(self, reply: Completion, asked: Asked) -> None:
+        """Send what the client has not been sent yet."""
+        if not self._chat.stream:
             await self._whole(200, completion(reply), {})
+            return
+        # A turn that was over before this client came has no events any more.
+        whole = not asked.events
+        events = completion_events(reply, include_usage=self._chat.include_usage) if whole else b""
+        await self._start_stream()
+        await self._body(events or self._next_events(asked), more=False)
+
+    def _next_events(self, asked: Asked) -> bytes:
+        events = b"".join(asked.events[self._passed_on :])
+        self._passed_on = len(asked.events)
+        return events
 
     async def fail(self, error: RequestError) -> None:
         if self._started:
-            await self._stream(iter([error_event(error)]))
+            await self._body(error_event(error), more=False)
         else:
             response = json_response(error.body(), error.status, error.headers())
             await self._whole(error.status, bytes(response.body), error.headers())
@@ -235,10 +264,6 @@ class _Sending:
         if self._chat.stream:
             await self._start_stream()
             await self._body(b": working\n\n", more=True)
-
-    async def _stream(self, events: Iterator[bytes]) -> None:
-        await self._start_stream()
-        await self._body(b"".join(events), more=False)
 
     async def _start_stream(self) -> None:
         if not self._started:

@@ -26,7 +26,8 @@ class Asked:
     waiting: how many connections wait for its reply. given: to how many it was given. lost_at:
     `time.monotonic` of when the last of them was lost; None while one waits, and once the reply was
     delivered. refused_at: the same of when it was refused. unretried: how many connections were
-    told so, each of which may come with a retry.
+    told so, each of which may come with a retry. events: what a streaming client is to be sent, as
+    far as it is known; dropped when nobody waits for the whole any more.
     """
 
     identity: bytes
@@ -38,7 +39,14 @@ class Asked:
     unretried: int = attrs.field(init=False, default=0)
     outcome: Completion | RequestError | None = attrs.field(init=False, default=None)
     done: anyio.Event = attrs.field(init=False, factory=anyio.Event)
-    _changed: anyio.Event = attrs.field(init=False, factory=anyio.Event)
+    events: list[bytes] = attrs.field(init=False, factory=list)
+    changed: anyio.Event = attrs.field(init=False, factory=anyio.Event)
+    """Is set, and replaced by another one, whenever something happens to the turn."""
+
+    def tell(self, event: bytes) -> None:
+        """There is more to send to a streaming client."""
+        self.events.append(event)
+        self._notify()
 
     def finish(self, outcome: Completion | RequestError) -> None:
         """The turn is over."""
@@ -46,6 +54,7 @@ class Asked:
         if isinstance(outcome, RequestError):
             self.refused_at, self.unretried = time.monotonic(), self.waiting
         self.done.set()
+        self._forget_events()
         self._notify()
 
     def take(self) -> None:
@@ -61,6 +70,7 @@ class Asked:
         self.delivered = self.delivered or delivered
         if not self.waiting and not self.delivered:
             self.lost_at = time.monotonic()
+        self._forget_events()
         self._notify()
 
     def deliver(self) -> None:
@@ -71,16 +81,21 @@ class Asked:
     async def abandoned(self, grace: float) -> None:
         """Return when the turn is over, or nobody has waited for it for `grace` seconds."""
         while not self.done.is_set():
-            changed = self._changed
+            changed = self.changed
             left = None if self.lost_at is None else self.lost_at + grace - time.monotonic()
             if left is not None and left <= 0:
                 return
             with anyio.move_on_after(left):
                 await changed.wait()
 
+    def _forget_events(self) -> None:
+        """The outcome says the same in less memory."""
+        if self.done.is_set() and not self.waiting:
+            self.events = []
+
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+        self.changed.set()
+        self.changed = anyio.Event()
 
 
 @attrs.define(eq=False)

@@ -18,6 +18,7 @@ from turnleaf.gateway._constraints import ConstraintPolicy, constrained_sampling
 from turnleaf.gateway._history import Conversation, Match
 from turnleaf.gateway._http import BODY_LIMIT
 from turnleaf.gateway._keys import Call, Record
+from turnleaf.gateway._replies import Tell, Telling, message_of
 from turnleaf.gateway.engines import (
     ContinuingEngine,
     Engine,
@@ -36,7 +37,7 @@ from turnleaf.gateway.protocols import (
     TokenLogprob,
     not_supported,
 )
-from turnleaf.gateway.rendering import Parsed, Rendered, Renderer, RenderError
+from turnleaf.gateway.rendering import Rendered, Renderer, RenderError
 
 __all__ = ["Prepared", "Turns", "ended"]
 
@@ -167,8 +168,12 @@ class Turns:
             constraint=constraint,
         )
 
-    async def sample(self, record: Record, prepared: Prepared, call: Call) -> Completion:
+    async def sample(
+        self, record: Record, prepared: Prepared, call: Call, tell: Tell | None = None
+    ) -> Completion:
         """Sample the turns and record them, as undelivered until `deliver` says otherwise.
+
+        tell: is told of each message, as soon as the engine can tell, and of all of it in the end.
 
         Raises RequestError when there is no reply to give: 401 when the key was closed meanwhile,
         424 when the engine refuses the call, 502 for a reply of it that does not add up, 503 when
@@ -180,7 +185,9 @@ class Turns:
 
         async def sample_one(at: int) -> None:
             try:
-                choices[at], cached_tokens[at] = await self._sample_one(record, prepared, at, call)
+                choices[at], cached_tokens[at] = await self._sample_one(
+                    record, prepared, at, call, tell
+                )
             except RequestError as error:
                 failures.append(error)
                 call.end("undelivered")
@@ -206,18 +213,20 @@ class Turns:
                 record.asked.deliver(turn_id)
 
     async def _sample_one(
-        self, record: Record, prepared: Prepared, at: int, call: Call
+        self, record: Record, prepared: Prepared, at: int, call: Call, tell: Tell | None
     ) -> tuple[Choice, int]:
         """Sample one of the turns: its reply, and how many tokens the engine had cached."""
         began = time.monotonic()
         experts = self._wanted_experts(record, prepared.prompt)
-        reply = await self._generate(record, prepared, at, call, experts)
+        sampling = self._sampling(record, prepared)
+        telling = None if tell is None else self._telling(prepared, at, sampling, tell)
+        reply = await self._generate(record, prepared, at, call, sampling, experts, telling)
         engine_seconds = time.monotonic() - began
         turn = self._turn(record, prepared, at, reply, call, engine_seconds, experts)
         record.trajectory.add(turn)
         if call.stop.is_set():
             raise ended()
-        choice = self._choice(prepared, at, reply)
+        choice = self._choice(prepared, at, reply, telling)
         record.history.record(
             prepared.conversation,
             prepared.match,
@@ -317,17 +326,21 @@ class Turns:
         prepared: Prepared,
         at: int,
         call: Call,
+        sampling: Mapping[str, Any],
         experts: WantedExperts | None,
+        telling: Telling | None,
     ) -> EngineReply:
         request = EngineRequest(
             turn_id=prepared.turn_ids[at],
             input_ids=prepared.prompt,
-            sampling=self._sampling(record, prepared),
+            sampling=sampling,
             routing_key=record.name,
             experts=experts,
         )
         try:
-            return await self._engine.generate(request, stop=call.stop)
+            return await self._engine.generate(
+                request, stop=call.stop, on_tokens=None if telling is None else telling.take
+            )
         except EngineLost:
             raise ended() from None
         except UntrustedReply as error:
@@ -383,15 +396,30 @@ class Turns:
             excluded=excluded,
         )
 
-    def _choice(self, prepared: Prepared, at: int, reply: EngineReply) -> Choice:
-        request = prepared.request
-        parsed = self._renderer.parse(
-            reply.output,
-            tools=request.tools if request.parse_calls else None,
-            finish_reason=reply.finish_reason,
-            matched=reply.matched,
+    def _telling(
+        self, prepared: Prepared, at: int, sampling: Mapping[str, Any], tell: Tell
+    ) -> Telling:
+        reader = self._renderer.reader(
+            tools=prepared.request.readable_tools,
             prompt=prepared.prompt,
+            stop=sampling.get("stop", ()),
         )
+        return Telling(tell, reader, at, prepared.turn_ids[at])
+
+    def _choice(
+        self, prepared: Prepared, at: int, reply: EngineReply, telling: Telling | None
+    ) -> Choice:
+        request = prepared.request
+        if telling is not None:
+            parsed = telling.finish(reply)
+        else:
+            parsed = self._renderer.parse(
+                reply.output,
+                tools=request.readable_tools,
+                finish_reason=reply.finish_reason,
+                matched=reply.matched,
+                prompt=prepared.prompt,
+            )
         if parsed.malformed:
             turn_id = prepared.turn_ids[at]
             logger.info("turn %s: %d tool calls were malformed", turn_id, parsed.malformed)
@@ -400,7 +428,7 @@ class Turns:
             finish_reason = "tool_calls"
         return Choice(
             turn_id=prepared.turn_ids[at],
-            message=_message(parsed),
+            message=message_of(parsed, prepared.turn_ids[at]),
             finish_reason=finish_reason,
             completion_tokens=len(reply.output),
             logprobs=self._token_logprobs(reply) if request.logprobs else None,
@@ -451,23 +479,6 @@ def _replay(reply: EngineReply, place: Place, experts: WantedExperts | None) -> 
     if rows is None and reply.top_p_ids is None:
         return None
     return Replay(routed_experts=rows, top_p_ids=reply.top_p_ids, top_p_offsets=reply.top_p_offsets)
-
-
-def _message(parsed: Parsed) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-    if parsed.reasoning:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.calls:
-        message["content"] = parsed.content or None
-        message["tool_calls"] = [
-            {
-                "id": f"call_{secrets.token_hex(12)}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in parsed.calls
-        ]
-    return message
 
 
 def ended() -> RequestError:

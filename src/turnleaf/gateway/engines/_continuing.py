@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 PAUSE = 0.5
 """Seconds until an interrupted call goes on. A trainer that aborts its engines' calls because it
 wants the rollouts to end closes their keys within that time; for a weight update it is nothing."""
+_MASKS = ("ebnf", "json_schema", "regex", "structural_tag")
 PATIENCE = 60.0
 """Seconds of interruptions without one new token after which a call is given up."""
 
@@ -39,6 +40,9 @@ class ContinuingEngine:
     each token was sampled with. A call that comes within PAUSE seconds after an interruption waits
     until then: a trainer that empties its engines would have to abort that one, too. A stream that
     broke is an interruption as well: tokens that somebody has seen are not sampled anew.
+
+    A call whose tokens are masked by a grammar begins anew, since the engine would begin with the
+    grammar again; it is told of at its end.
     """
 
     _engine: Engine
@@ -55,13 +59,20 @@ class ContinuingEngine:
 
         Raises EngineUnavailable, too, when the engine goes on interrupting the call.
         """
+        masked = any(request.sampling.get(mask) for mask in _MASKS)
+        if masked and on_tokens is not None:
+            whole = await self.generate(request, stop=stop)
+            if len(whole.output):
+                on_tokens(whole.output)
+            return whole
         parts: list[EngineReply] = []
+        calls = 0
         await self._quiet(stop)
         stalled_since: float | None = None
         while True:
             try:
                 reply = await self._engine.generate(
-                    _rest(request, parts), stop=stop, on_tokens=on_tokens
+                    _rest(request, parts, calls), stop=stop, on_tokens=on_tokens
                 )
             except EngineLost:
                 if not parts:
@@ -92,6 +103,9 @@ class ContinuingEngine:
             await self._quiet(stop)
             if stop.is_set():
                 return joined
+            calls += 1
+            if masked:
+                parts.clear()
 
     async def _quiet(self, stop: anyio.Event) -> None:
         left = self._quiet_until - anyio.current_time()
@@ -108,9 +122,10 @@ class ContinuingEngine:
         await self._engine.aclose()
 
 
-def _rest(request: EngineRequest, parts: Sequence[EngineReply]) -> EngineRequest:
-    """The request for what is still to be sampled behind the parts."""
+def _rest(request: EngineRequest, parts: Sequence[EngineReply], calls: int) -> EngineRequest:
+    """The request for what is still to be sampled behind the parts, after so many calls."""
     sampled = sum(len(part.output) for part in parts)
+    request = attrs.evolve(request, part=request.part + calls)
     if not parts:
         return request
     sampling: dict[str, Any] = {**request.sampling}
@@ -126,7 +141,6 @@ def _rest(request: EngineRequest, parts: Sequence[EngineReply]) -> EngineRequest
         input_ids=input_ids,
         sampling=sampling,
         experts=experts,
-        part=request.part + len(parts),
     )
 
 

@@ -4,6 +4,7 @@ from turnleaf.gateway.protocols._chat import ChatRequest, parse_chat_request
 from turnleaf.gateway.protocols._completions import (
     Choice,
     Completion,
+    EventStream,
     TokenLogprob,
     completion,
     completion_events,
@@ -18,6 +19,7 @@ __all__ = [
     "Choice",
     "Completion",
     "Constraints",
+    "EventStream",
     "Message",
     "RequestError",
     "TokenLogprob",

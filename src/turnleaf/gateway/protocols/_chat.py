@@ -104,6 +104,11 @@ class ChatRequest:
     ignored: Mapping[str, Any]
     constraints: Constraints
 
+    @property
+    def readable_tools(self) -> list[dict[str, Any]] | None:
+        """The tools of which the reply may be read as calls; None where it is text."""
+        return self.tools if self.parse_calls else None
+
 
 def parse_chat_request(body: Any) -> ChatRequest:
     """Check a decoded request body; raises RequestError that names the field at fault."""

@@ -9,7 +9,15 @@ import orjson
 
 from turnleaf.gateway.protocols._errors import RequestError
 
-__all__ = ["Choice", "Completion", "TokenLogprob", "completion", "completion_events", "error_event"]
+__all__ = [
+    "Choice",
+    "Completion",
+    "EventStream",
+    "TokenLogprob",
+    "completion",
+    "completion_events",
+    "error_event",
+]
 
 
 @attrs.frozen
@@ -102,37 +110,77 @@ def completion(reply: Completion) -> bytes:
     )
 
 
-def completion_events(reply: Completion, *, include_usage: bool) -> Iterator[bytes]:
-    """The server-sent events of a reply that is already whole, `[DONE]` included."""
+@attrs.define(eq=False)
+class EventStream:
+    """The server-sent events of a completion, in the pieces that its messages come in.
 
-    def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
+    id, model: of the completion.
+    """
+
+    _id: str
+    _model: str
+    _include_usage: bool
+    _created: int = attrs.field(init=False, factory=lambda: int(time.time()))
+    _begun: set[int] = attrs.field(init=False, factory=set)
+
+    def delta(self, index: int, fields: dict[str, Any]) -> bytes:
+        """What comes next in the message of a choice."""
+        return self._begin(index) + self._choice(index, fields)
+
+    def end(self, reply: Completion) -> bytes:
+        """What follows when every message was told whole, `[DONE]` included."""
+        events = []
+        for index, choice in enumerate(reply.choices):
+            events += [
+                self._begin(index),
+                self._choice(
+                    index, {}, logprobs=choice.told_logprobs(), finish_reason=choice.finish_reason
+                ),
+            ]
+        if self._include_usage:
+            events.append(self._event([], usage=reply.usage()))
+        return b"".join([*events, b"data: [DONE]\n\n"])
+
+    def _begin(self, index: int) -> bytes:
+        if index in self._begun:
+            return b""
+        self._begun.add(index)
+        return self._choice(index, {"role": "assistant", "content": ""})
+
+    def _choice(self, index: int, delta: dict[str, Any], **more: Any) -> bytes:
+        told = {"logprobs": None, "finish_reason": None, **more}
+        return self._event([{"index": index, "delta": delta, **told}])
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         chunk = {
-            "id": reply.id,
+            "id": self._id,
             "object": "chat.completion.chunk",
-            "created": reply.created,
-            "model": reply.model,
+            "created": self._created,
+            "model": self._model,
             "choices": choices,
-            **({"usage": None} if include_usage else {}),
+            **({"usage": None} if self._include_usage else {}),
             **more,
         }
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
-    def delta(index: int, fields: dict[str, Any], **more: Any) -> bytes:
-        told = {"logprobs": None, "finish_reason": None, **more}
-        return event([{"index": index, "delta": fields, **told}])
 
-    for index, choice in enumerate(reply.choices):
-        message = choice.message
-        yield delta(index, {"role": "assistant", "content": ""}, logprobs=choice.told_logprobs())
-        for name in ("reasoning_content", "content"):
-            if message.get(name):
-                yield delta(index, {name: message[name]})
-        for position, call in enumerate(message.get("tool_calls", ())):
-            yield delta(index, {"tool_calls": [{"index": position, **call}]})
-        yield delta(index, {}, finish_reason=choice.finish_reason)
-    if include_usage:
-        yield event([], usage=reply.usage())
-    yield b"data: [DONE]\n\n"
+def completion_events(reply: Completion, *, include_usage: bool) -> bytes:
+    """The server-sent events of a reply that is already whole, `[DONE]` included."""
+    stream = EventStream(reply.id, reply.model, include_usage)
+    deltas = (
+        stream.delta(index, fields)
+        for index, choice in enumerate(reply.choices)
+        for fields in _deltas(choice.message)
+    )
+    return b"".join([*deltas, stream.end(reply)])
+
+
+def _deltas(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for name in ("reasoning_content", "content"):
+        if message.get(name):
+            yield {name: message[name]}
+    for position, call in enumerate(message.get("tool_calls", ())):
+        yield {"tool_calls": [{"index": position, **call}]}
 
 
 def error_event(error: RequestError) -> bytes:
