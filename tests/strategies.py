@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, get_args
 
 import attrs
@@ -337,6 +338,53 @@ def garbled_engine_replies(draw: st.DrawFn) -> bytes:
     }
     document = {"text": "", "output_ids": [7, 9], "meta_info": meta_info}
     return _garble(draw, document)
+
+
+@st.composite
+def streamed_replies(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
+    """An SGLang reply to a prompt of three tokens, and the same as a stream, in chunks as they may
+    arrive: incremental, cumulative, or incremental up to an abort that repeats everything."""
+    entries = draw(
+        st.lists(st.tuples(st.floats(-30, 0, width=32), st.integers(0, 2**31 - 1), st.none()))
+    )
+    finish = draw(st.sampled_from(["stop", "length", "abort"]))
+    meta_info = {
+        "finish_reason": {"type": finish, "matched": draw(st.sampled_from([None, 9, "END"]))},
+        "prompt_tokens": 3,
+        "completion_tokens": len(entries),
+        "cached_tokens": draw(st.integers(0, 3)),
+        "weight_version": "two",
+        "spec_verify_ct": draw(st.none() | st.integers(0, 9)),
+        "output_token_logprobs": entries,
+    }
+    if draw(st.booleans()):
+        cut = draw(st.integers(0, len(entries)))
+        meta_info["weight_versions"] = [
+            {"version": "one", "start": 0, "end": cut},
+            {"version": "two", "start": cut, "end": len(entries)},
+        ]
+    ends = sorted(draw(st.lists(st.integers(0, len(entries)))))
+    cumulative = draw(st.booleans())
+    repeats = cumulative or (finish == "abort" and draw(st.booleans()))
+    events = [
+        {
+            **{name: value for name, value in meta_info.items() if name != "weight_versions"},
+            "finish_reason": None,
+            "completion_tokens": end,
+            "output_token_logprobs": entries[0 if cumulative else begin : end],
+        }
+        for begin, end in pairwise([0, *ends])
+    ]
+    told = [0, *ends][-1]
+    events.append({**meta_info, "output_token_logprobs": entries[0 if repeats else told :]})
+    sent = b"".join(
+        b"data: " + json.dumps({"text": "", "meta_info": event}).encode() + b"\n\n"
+        for event in events
+    )
+    sent += b"data: [DONE]\n\n"
+    cuts = sorted(draw(st.sets(st.integers(1, len(sent) - 1), max_size=8)))
+    chunks = [sent[one:other] for one, other in pairwise([0, *cuts, len(sent)])]
+    return json.dumps({"meta_info": meta_info}).encode(), chunks
 
 
 payloads = st.dictionaries(st.text().filter(lambda key: key != "_config"), json_values, max_size=4)

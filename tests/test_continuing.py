@@ -15,6 +15,7 @@ from turnleaf.gateway.engines import (
     EngineReply,
     EngineRequest,
     EngineUnavailable,
+    TokenListener,
     _continuing,
 )
 
@@ -48,13 +49,21 @@ class Played:
     stopped_at: int | None = None
     requests: list[EngineRequest] = attrs.Factory(list)
 
-    async def generate(self, request: EngineRequest, *, stop: anyio.Event) -> EngineReply:
+    async def generate(
+        self,
+        request: EngineRequest,
+        *,
+        stop: anyio.Event,
+        on_tokens: TokenListener | None = None,
+    ) -> EngineReply:
         self.requests.append(request)
         if len(self.requests) == self.stopped_at:
             stop.set()
         reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         if isinstance(reply, Exception):
             raise reply
+        if on_tokens is not None and len(reply.output):
+            on_tokens(reply.output)
         return reply
 
     async def check(self) -> None: ...
@@ -97,6 +106,21 @@ async def test_parts_are_one_reply() -> None:
     ]
     assert [r.sampling["min_new_tokens"] for r in engine.requests] == [3, 1, 1, 0]
     assert {r.sampling["temperature"] for r in engine.requests} == {0.5}
+
+
+async def test_a_listener_is_told_every_part() -> None:
+    told: list[list[int]] = []
+    request = EngineRequest(
+        turn_id="turn",
+        input_ids=np.array([1, 2], dtype=np.int32),
+        sampling={"max_new_tokens": 10},
+        routing_key="r",
+    )
+    reply = await ContinuingEngine(Played([part([5, 6]), part([]), part([7], "stop")])).generate(
+        request, stop=anyio.Event(), on_tokens=lambda ids: told.append(ids.tolist())
+    )
+    assert told == [[5, 6], [7]]
+    assert reply.output.tolist() == [5, 6, 7]
 
 
 async def test_an_interruption_after_the_last_token_is_the_limits_end() -> None:
@@ -158,9 +182,9 @@ async def test_a_call_that_waited_for_long_survives_its_first_interruption(
 
     @attrs.define
     class Queueing(Played):
-        async def generate(self, request: EngineRequest, *, stop: anyio.Event) -> EngineReply:
+        async def generate(self, *args: Any, **options: Any) -> EngineReply:
             await anyio.sleep(0.1)
-            return await Played.generate(self, request, stop=stop)
+            return await Played.generate(self, *args, **options)
 
     reply = await generate(Queueing([part([]), part([5], "stop")]))
     assert reply.output.tolist() == [5]

@@ -322,6 +322,54 @@ def test_a_ledger_in_a_file_is_what_it_is_in_memory(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == len(ledger) == 3
 
 
+def broken_off(told: int) -> LedgerEntry:
+    return entry_of("first.0.0", [1, 2], [3, 4, 5, 6], answered=False, told=told)
+
+
+@pytest.mark.parametrize("recorded", [1, 2])
+def test_of_a_stream_that_broke_off_a_beginning_may_be_recorded(recorded: int) -> None:
+    """And a later call behind it, which an engine interrupted, and one that ended."""
+    before = [1, 2, 3, 4, 5, 6][: 2 + recorded]
+    parts = [
+        broken_off(told=2),
+        entry_of("first.1.0", before, [8, 8], answered=False),
+        entry_of("first.1.1", before, [7], finish="abort"),
+        entry_of("first.2.0", [*before, 7], [9]),
+    ]
+    parts = [attrs.evolve(part, turn_id="first") for part in parts]
+    turn = turn_from(
+        attrs.evolve(
+            FIRST,
+            output_ids=[*before[2:], 7, 9],
+            logprobs=[*(-0.1, -0.2)[:recorded], -0.1, -0.1],
+            weight_versions=[WeightSpan("default", count) for count in (recorded, 1, 1)],
+        ),
+        0,
+    )
+    report = compare(parts, [Trajectory([turn])])
+    report.raise_for_problems()
+    assert report.trained == recorded + 2
+    assert report.lost == {"unanswered": 6 - recorded}
+
+
+@pytest.mark.parametrize(
+    ("told", "changes", "problem"),
+    [
+        (1, {}, "no answered engine call sampled its output"),
+        (2, {"output": [3, 9]}, "no answered engine call sampled its output"),
+        (2, {"logprobs": [-0.1, -0.3]}, "not the logprobs of call first.0.0"),
+        (2, {"finish_reason": "stop"}, "not the finish_reason of call first.0.0"),
+    ],
+)
+def test_of_a_stream_that_broke_off_nothing_else_may_be_recorded(
+    told: int, changes: dict[str, Any], problem: str
+) -> None:
+    entry = attrs.evolve(broken_off(told), turn_id="first")
+    fields = {"finish_reason": "abort", "excluded": "aborted"} | changes
+    report = compare([entry], [Trajectory([turn_from(FIRST, 0, **fields)])])
+    assert any(problem in found for found in report.problems)
+
+
 @pytest.mark.anyio
 async def test_the_books_of_an_engine_and_its_client(scripted_engine: StartEngine) -> None:
     """Retries, an abort, a bad count and a plain turn, over HTTP."""

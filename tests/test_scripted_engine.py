@@ -345,7 +345,7 @@ async def test_cached_tokens_are_a_prefix_of_what_was_seen(
 async def test_a_request_that_is_wrong_is_refused_by_name(
     scripted_engine: StartEngine, http: httpx.AsyncClient, change: dict[str, Any], complaint: str
 ) -> None:
-    engine, url = await scripted_engine({"*": [{"ids": [1]}]})
+    engine, url = await scripted_engine({"*": [{"ids": [1]}]}, streaming=None)
     response = await generate(http, url, {**body_for(), **change})
     assert response.status_code == 400
     assert complaint in response.json()["error"]["message"]
@@ -538,3 +538,66 @@ async def test_a_child_that_is_configured_wrongly_says_so(
     with pytest.raises(ContractError, match=complaint):
         async with child_process("turnleaf.adapters.mock.scripted", config):
             raise AssertionError("it is not ready")
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@pytest.mark.parametrize("streaming", ["incremental", "cumulative", None])
+async def test_a_stream_has_sglangs_shape(
+    scripted_engine: StartEngine, http: httpx.AsyncClient, streaming: Any
+) -> None:
+    reply = {"ids": [4, 5, 6], "logprobs": [-0.5, -0.25, -0.125], "prompt_tail": 1}
+    engine, url = await scripted_engine(
+        {"*": [{**reply, "events": [2]}, reply]}, streaming=streaming
+    )
+    said = (await http.get(f"{url}/server_info")).json()
+    assert said == {"incremental_streaming_output": streaming == "incremental"}
+    if streaming is None:
+        return
+    first, last = events_of(await generate(http, url, {**body_for(), "stream": True}))
+    assert first == {
+        "text": "",
+        "output_ids": [3, 4, 5],
+        "meta_info": {
+            "id": "turn.0.0",
+            "finish_reason": None,
+            "prompt_tokens": 3,
+            "completion_tokens": 2,
+            "cached_tokens": 0,
+            "weight_version": "default",
+            "output_token_logprobs": [[-0.5, 4, None], [-0.25, 5, None]],
+            "input_token_logprobs": [],
+        },
+    }
+    assert last["meta_info"]["finish_reason"] == {"type": "stop", "matched": None}
+    assert last["meta_info"]["completion_tokens"] == 3
+    repeated = [[-0.5, 4, None], [-0.25, 5, None]] if streaming == "cumulative" else []
+    assert last["meta_info"]["output_token_logprobs"] == [*repeated, [-0.125, 6, None]]
+    assert last["output_ids"] == [6] if streaming == "incremental" else [3, 4, 5, 6]
+    one_by_one = events_of(await generate(http, url, {**body_for(), "stream": True}))
+    counts = [event["meta_info"]["completion_tokens"] for event in one_by_one]
+    assert counts == [1, 2, 3]
+    assert [(entry.answered, entry.told) for entry in engine.ledger] == [(True, 0)] * 2
+
+
+async def test_a_stream_that_breaks_off_was_told_so_many_tokens(
+    scripted_engine: StartEngine, http: httpx.AsyncClient
+) -> None:
+    script = [{"ids": [4, 5, 6, 7], "drop_after": 2, "events": events} for events in ([1], [1, 2])]
+    engine, url = await scripted_engine({"*": [*script, {"ids": [8], "drop": True}]})
+    for _ in range(3):
+        with pytest.raises(httpx.RemoteProtocolError):
+            await generate(http, url, {**body_for(), "stream": True})
+    await generate(http, url, {**body_for(), "stream": True})
+    assert [(e.answered, e.told, len(e.output_ids)) for e in engine.ledger] == [
+        (False, 1, 4),
+        (False, 3, 4),
+        (False, 0, 1),
+    ]
+    (refused,) = events_of(await generate(http, url, {**body_for(), "stream": True}))
+    assert refused["error"]["code"] == 400

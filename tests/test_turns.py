@@ -22,7 +22,13 @@ from turnleaf.core import EngineError, TokenIds, Trajectory
 from turnleaf.gateway._history import ClientReasoning, ThinkingRetention
 from turnleaf.gateway._keys import Call, Keys, Record
 from turnleaf.gateway._turns import Prepared, Turns
-from turnleaf.gateway.engines import EngineReply, EngineRequest, _continuing, wants_top_p_ids
+from turnleaf.gateway.engines import (
+    EngineReply,
+    EngineRequest,
+    TokenListener,
+    _continuing,
+    wants_top_p_ids,
+)
 from turnleaf.gateway.engines._sglang_wire import decode_reply
 from turnleaf.gateway.protocols import parse_chat_request
 from turnleaf.gateway.rendering import Renderer
@@ -39,7 +45,13 @@ class DirectEngine:
 
     scripted: ScriptedEngine
 
-    async def generate(self, request: EngineRequest, *, stop: anyio.Event) -> EngineReply:
+    async def generate(
+        self,
+        request: EngineRequest,
+        *,
+        stop: anyio.Event,
+        on_tokens: TokenListener | None = None,
+    ) -> EngineReply:
         call = EngineCall(
             f"{request.turn_id}.{request.part}.0",
             request.routing_key,
@@ -51,12 +63,15 @@ class DirectEngine:
         body = getattr(outcome, "body", None)
         if body is None:
             raise EngineError(str(outcome))
-        return decode_reply(
+        reply = decode_reply(
             orjson.dumps(body),
             prompt_length=len(request.input_ids),
             experts=request.experts,
             top_p=wants_top_p_ids(request.sampling),
         )
+        if on_tokens is not None and len(reply.output):
+            on_tokens(reply.output)
+        return reply
 
     async def check(self) -> None:
         pass

@@ -114,6 +114,8 @@ def _says_incremental(response: Response) -> bool | None:
     """
     if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         return None
+    if response.status != HTTPStatus.OK:
+        return False
     try:
         settings = orjson.loads(response.body)
     except orjson.JSONDecodeError:

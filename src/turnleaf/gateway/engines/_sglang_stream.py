@@ -10,6 +10,7 @@ speculation. A refused request is an event `{"error": {"message", "code"}}` behi
 and a failure of the scheduler an "abort" with a `status_code`.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -86,16 +87,16 @@ class ReplyStream:
         with anyio.CancelScope() as reading:
 
             def take(chunk: bytes) -> None:
-                if self._over:
-                    return
                 self.feed(chunk)
-                if self._over:
+                if self._over and math.isinf(reading.deadline):
                     reading.deadline = anyio.current_time() + _TRAILER_TIME
 
             await read_body(response, take, limit=reply_limit(self._request))
 
     def feed(self, chunk: bytes) -> None:
-        """Take what arrived; see `read`."""
+        """Take what arrived, unless all is there that matters; see `read`."""
+        if self._over:
+            return
         *lines, rest = chunk.split(b"\n")
         for line in lines:
             self._line += line
