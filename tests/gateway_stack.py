@@ -22,6 +22,7 @@ from turnleaf.adapters.mock import (
     compare,
     serve_engine,
 )
+from turnleaf.adapters.mock._calls import Streaming
 from turnleaf.core import Key, Trajectory
 from turnleaf.gateway import GatewayClient
 from turnleaf.gateway._agents_app import agents_app
@@ -126,13 +127,14 @@ async def running_gateway(
     routed_experts_shape: tuple[int, int] | None = None,
     thinking_retention: ThinkingRetention = "template",
     constraints: ConstraintPolicy = "hint",
+    streaming: Streaming = "incremental",
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> AsyncIterator[Stack]:
     """Serve until the context is left, then check the ledger against every collected trajectory.
 
     script: of the engine; a list is played to every rollout. retry_grace: none, so that a lost
-    connection's call ends at once. engine_url: another address than the
-    scripted engine's. routed_experts_shape: of the experts that every turn records. around: is
+    connection's call ends at once. streaming: how the engine streams. engine_url: another address
+    than the scripted engine's. routed_experts_shape: of the experts that every turn records. around: is
     given the agents' app, and what it returns is served.
     """
     played = script if isinstance(script, dict) else {"*": list(script)}
@@ -142,6 +144,7 @@ async def running_gateway(
         tokenizer=tokenizer(),
         stop_token_id=stop_token_id,
         routed_experts_shape=routed_experts_shape,
+        streaming=streaming,
     )
     async with AsyncExitStack() as resources:
         scripted_url = await resources.enter_async_context(serve_engine(scripted))

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import pytest
 
-from turnleaf.core import Speculation, WeightSpan
+from turnleaf.core import Speculation, TokenIds, WeightSpan
 from turnleaf.gateway.engines import (
     ContinuingEngine,
     EngineLost,
@@ -71,14 +71,23 @@ class Played:
     async def aclose(self) -> None: ...
 
 
-async def generate(engine: Played, **sampling: Any) -> EngineReply:
+async def generate(
+    engine: Played, *, told: list[int] | None = None, **sampling: Any
+) -> EngineReply:
     request = EngineRequest(
         turn_id="turn",
         input_ids=np.array([1, 2], dtype=np.int32),
         sampling={"max_new_tokens": 10, **sampling},
         routing_key="r",
     )
-    return await ContinuingEngine(engine).generate(request, stop=anyio.Event())
+
+    def tell(ids: TokenIds) -> None:
+        assert told is not None
+        told.extend(ids.tolist())
+
+    return await ContinuingEngine(engine).generate(
+        request, stop=anyio.Event(), on_tokens=None if told is None else tell
+    )
 
 
 async def test_parts_are_one_reply() -> None:
@@ -101,8 +110,8 @@ async def test_parts_are_one_reply() -> None:
     assert asked == [
         (0, [1, 2], 10),
         (1, [1, 2, 5, 6], 8),
-        (1, [1, 2, 5, 6], 8),
-        (2, [1, 2, 5, 6, 7], 7),
+        (2, [1, 2, 5, 6], 8),
+        (3, [1, 2, 5, 6, 7], 7),
     ]
     assert [r.sampling["min_new_tokens"] for r in engine.requests] == [3, 1, 1, 0]
     assert {r.sampling["temperature"] for r in engine.requests} == {0.5}
@@ -188,3 +197,14 @@ async def test_a_call_that_waited_for_long_survives_its_first_interruption(
 
     reply = await generate(Queueing([part([]), part([5], "stop")]))
     assert reply.output.tolist() == [5]
+
+
+@pytest.mark.parametrize("mask", ["json_schema", "structural_tag", "regex", "ebnf"])
+async def test_a_masked_call_begins_anew(mask: str) -> None:
+    """The engine would begin with the grammar again, in the middle of what it allows."""
+    engine = Played([part([5, 6]), part([7, 8], "stop", matched=8)])
+    told: list[int] = []
+    reply = await generate(engine, told=told, **{mask: "x"})
+    assert reply.output.tolist() == told == [7, 8]
+    asked = [(r.part, r.input_ids.tolist(), r.sampling["max_new_tokens"]) for r in engine.requests]
+    assert asked == [(0, [1, 2], 10), (1, [1, 2], 10)]
