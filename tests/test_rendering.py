@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from tests.families import trl_template
 from tests.messages import assistant, call, result, user
 from tests.strategies import chat_texts, chats, control_texts
 from turnleaf.core import ContractError, TokenIds
@@ -385,6 +386,42 @@ def test_what_ends_a_conversation_may_not_end_a_turn(
     if inner:
         right = "<user>" + right
     assert renderer.decode(added.ids) == right
+
+
+@pytest.mark.parametrize("template", ["phi3", "phi3_5"])
+def test_a_close_that_ends_users_turns_too(tmp_path: Path, template: str) -> None:
+    source = trl_template(template)()
+    folder = small_checkpoint(tmp_path, source)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [tokenizer.token_to_id(t) for t in ("<|end|>", "<|im_end|>")]})
+    )
+    # A template that has another end of a turn besides.
+    (folder / "chat_template.jinja").write_text(source + "{#<|im_end|>#}")
+    renderer = Renderer.load(folder)
+    rest = "\n<|user|>\nb<|end|>\n<|assistant|>\n"
+    for output, right in (("a", f"<|end|>{rest}"), ("a<|end|>", rest), ("a<|im_end|>", rest)):
+        said = array(*ids(renderer, output))
+        added = renderer.extend(assistant("a"), said, [user("b")], reasoning=False)
+        assert added is not None
+        assert renderer.decode(added.ids) == right
+
+
+@pytest.mark.parametrize("again", ["{{ raise_exception('roles alternate') }}", "{{ m.content }}"])
+def test_a_close_that_cannot_be_told_is_left_to_the_template(tmp_path: Path, again: str) -> None:
+    # Two answers in a row are refused, or one, so that only a user shows what follows an answer.
+    template = (
+        "{% for m in messages %}"
+        "{% if loop.index0 and m.role == messages[loop.index0 - 1].role == 'assistant' %}"
+        f"{again}{{% else %}}{{% if loop.index0 %}}<think>{{% endif %}}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}</think>{% endif %}"
+    )
+    renderer = Renderer.load(small_checkpoint(tmp_path, template))
+    assert renderer.extend(assistant("a"), array(), [user("b")], reasoning=False) is None
 
 
 @pytest.mark.parametrize(

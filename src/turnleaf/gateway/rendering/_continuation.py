@@ -144,11 +144,12 @@ class Continuations:
         shield = self._tokenizer.shield()
         text = self._render([*past, *new], tools, prompt=True, clock=clock, shield=shield)
         before, found, after = (text or "").partition(self._sentinel)
-        end = self._call_end if calls else ""
-        if not found or self._sentinel in after or end is None or not after.startswith(end):
+        end, close = (self._call_end, self._call_close) if calls else ("", self._inner_close)
+        if end is None or close is None:
+            return None
+        if not found or self._sentinel in after or not after.startswith(end):
             return None
         after = after[len(end) :]
-        close = (self._call_close or "") if calls else self._inner_close
         if not after.startswith(close) or self._tokenizer.first_control(after) is None:
             return None
         silent = without_reasoning(new)
@@ -171,22 +172,31 @@ class Continuations:
         text = self._render([_QUESTION, reply, *more], tools, prompt=False)
         return text.partition(self._sentinel)[2] if text else None
 
-    def _close_in_the_middle(self) -> str:
-        """The close of an answer that something follows."""
+    def _close_in_the_middle(self) -> str | None:
+        """The close of an answer that something follows; None when that cannot be told."""
         answer: Message = {"role": "assistant", "content": "an answer"}
         followed = [
             self._after_sentinel(self._reply(calls=False), None, message) or ""
             for message in (_QUESTION, answer)
         ]
-        if followed[0].startswith(self.close):
+        if self.close and followed[0].startswith(self.close):
             return self.close
         # Otherwise the one token before every message, which none of them begins with.
-        asked, prompted = (self._render([_QUESTION], None, prompt=on) or "" for on in (False, True))
         closes = {self._tokenizer.first_control(text) for text in followed}
         close = closes.pop()
-        if closes or close is None or close in prompted.removeprefix(asked):
-            return ""
-        return close
+        if close is None or None in closes:
+            return None
+        return "" if closes or self._tokenizer.spelled(close) <= self._opening() else close
+
+    def _opening(self) -> set[int]:
+        """The tokens of the generation prompt."""
+        asked, prompted = (
+            self._tokenizer.encode(self._render([_QUESTION], None, prompt=on) or "")
+            for on in (False, True)
+        )
+        pairs = enumerate(zip(asked, prompted, strict=False))
+        begins = next((at for at, (one, other) in pairs if one != other), len(asked))
+        return set(prompted[begins:])
 
     def _close_at_the_end_of(self, after_call: str, end_ids: frozenset[int]) -> str | None:
         """The close of a reply that ends in a call; None when that cannot be told."""
