@@ -258,6 +258,9 @@ def test_llama_several_calls() -> None:
         '{"name": "f", "parameters": {}}; {"name": "g"',
         '<|python_tag|>search.call(query="x")',
         '<|python_tag|>{"name": "f"}',
+        'I look.\n{"name": "f", "parameters": {"a": 1}}',
+        'I look: {"name": "f", "parameters": {"a": 1',
+        '{"type": "function", "name": "f", "parameters": {"a": 1',
     ],
 )
 def test_llama_broken_call_stays_text(text: str) -> None:
@@ -267,7 +270,11 @@ def test_llama_broken_call_stays_text(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "yes", '{"answer": 3}', "{", "[1]", '{"name": "Bob"}', 'so: {"name": "f"}']
+    "text",
+    [
+        *("", "yes", '{"answer": 3}', "{", "[1]", '{"name": "Bob"}', 'so: {"name": "f"}'),
+        '{"example": {"name": "f", "parameters": {}}}',
+    ],
 )
 def test_llama_answer_is_no_call(text: str) -> None:
     segments = parse_llama(text, [])
@@ -420,6 +427,19 @@ def test_deepseek_call_without_the_outer_tags_is_none() -> None:
     assert segments.malformed == 1
 
 
+def test_deepseek_call_behind_the_outer_tags_is_none() -> None:
+    text = deepseek(("f", "{}"))
+    inner = deepseek(("g", "{}")).removeprefix("<｜tool▁calls▁begin｜>")
+    inner = inner.removesuffix("<｜tool▁calls▁end｜>")
+    segments = parse_deepseek(f"{text}so {inner}", [])
+    assert segments.parts == ("", ParsedCall("f", "{}"), f"so {inner}")
+    assert segments.malformed == 1
+    # A tag in an argument is text; another pair of tags holds calls again.
+    told = deepseek(("f", '{"a": "<｜tool▁calls▁end｜>"}'), ("g", "{}")) + deepseek(("h", "{}"))
+    calls = [part.name for part in parse_deepseek(told, []).parts if isinstance(part, ParsedCall)]
+    assert calls == ["f", "g", "h"]
+
+
 WHOLE = deepseek(("ls", "{}"), ("write", '{"path": "a"}'))
 FIRST_END = len(deepseek(("ls", "{}"))) - len("<｜tool▁calls▁end｜>")
 
@@ -477,7 +497,15 @@ LS = "<|channel|>commentary to=functions.ls <|constrain|>json<|message|>{}<|call
             "",
             (ParsedCall("f", "{}"),),
         ),
-        (f"{THOUGHT}{THOUGHT}<|channel|>final<|message|>", "hm\n\nhm\n", ("",)),
+        (f"{THOUGHT}{THOUGHT}<|channel|>final<|message|>", "hm\n\nhm\n", ()),
+        (
+            "<|channel|>commentary<|message|><|end|>"
+            "<|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+            "",
+            ("Yes.",),
+        ),
+        ("no channel, but to=functions.f", "", ("no channel, but to=functions.f",)),
+        ("<|channel|>other<|message|>to=x<|end|>", "", ("<|channel|>other<|message|>to=x",)),
         (
             "<|channel|>commentary<|message|>So.<|end|>"
             "<|start|>assistant<|channel|>final<|message|>Yes.<|return|>",

@@ -28,7 +28,7 @@ from turnleaf.gateway.rendering.parsers._call_reader import CallForm, TaggedCall
 from turnleaf.gateway.rendering.parsers._content import ContentReader, content_of
 from turnleaf.gateway.rendering.parsers._deepseek import DEEPSEEK_FORM, parse_deepseek
 from turnleaf.gateway.rendering.parsers._glm import parse_glm
-from turnleaf.gateway.rendering.parsers._harmony import parse_harmony
+from turnleaf.gateway.rendering.parsers._harmony import CALL_END, parse_harmony
 from turnleaf.gateway.rendering.parsers._harmony_reader import HarmonyReader
 from turnleaf.gateway.rendering.parsers._hermes import hermes_frame, parse_hermes
 from turnleaf.gateway.rendering.parsers._llama import LlamaReader, parse_llama
@@ -37,6 +37,7 @@ from turnleaf.gateway.rendering.parsers._reasoning import ReasoningReader, split
 from turnleaf.gateway.rendering.parsers._text_reader import TextReader
 
 __all__ = [
+    "CALL_END",
     "CallFrame",
     "CallParser",
     "CallReader",

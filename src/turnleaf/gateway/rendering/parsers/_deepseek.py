@@ -29,13 +29,15 @@ def parse_deepseek(text: str, tools: Tools) -> Segments:
     The outer tags belong to the call beside them. A call that is broken, or outside of the outer
     tags, stays text; those around it are calls all the same.
     """
-    opened = text.find(_OPEN_ALL)
     parts: list[str | ParsedCall] = []
     malformed = 0
     done = search = 0
+    within = False
     while (start := text.find(_OPEN, search)) >= 0:
+        opened, closed = (text.rfind(tag, search, start) for tag in (_OPEN_ALL, _CLOSE_ALL))
+        within = opened > closed if opened != closed else within
         call, search = _read_call(text, start + len(_OPEN))
-        if call is None or not 0 <= opened < start:
+        if call is None or not within:
             malformed += 1
             continue
         before = text[done:start]
@@ -49,7 +51,7 @@ def parse_deepseek(text: str, tools: Tools) -> Segments:
         rest = rest.lstrip().removeprefix(_CLOSE_ALL)
     parts.append(rest)
     # The outer tag of a first call that was cut before it began.
-    malformed += opened >= 0 and len(parts) == 1 and not malformed
+    malformed += _OPEN_ALL in text and len(parts) == 1 and not malformed
     return Segments(tuple(parts), malformed)
 
 

@@ -18,14 +18,20 @@ import attrs
 from turnleaf.gateway.rendering.parsers._base import ParsedCall, Piece, Segments
 from turnleaf.gateway.rendering.parsers._json_objects import BrokenJson, read_object, skip_space
 
-__all__ = ["ENDS", "MESSAGE", "START", "call_of", "parse_harmony", "part_of"]
+__all__ = ["CALL_END", "ENDS", "MESSAGE", "START", "call_of", "parse_harmony", "part_of"]
 
-START, MESSAGE, _CALL = "<|start|>", "<|message|>", "<|call|>"
-ENDS = ("<|end|>", "<|return|>", _CALL)
+CALL_END = "<|call|>"
+"""The token at which generation has to end, as at the end of a turn."""
+
+START, MESSAGE = "<|start|>", "<|message|>"
+ENDS = ("<|end|>", "<|return|>", CALL_END)
 _HEADER = re.compile(
     r"(?:<\|start\|>assistant)?(?: ?to=(?P<before>[^\s<]+))?"
     r"<\|channel\|>(?P<channel>analysis|commentary|final)"
     r"(?: ?to=(?P<behind>[^\s<]+))?(?: ?(?:<\|constrain\|>)? ?(?P<type>\w+))?\s*"
+)
+_ADDRESSED = re.compile(
+    r"(?:<\|(?:start|channel)\|>(?:(?!<\|message\|>).)*?)?\s*to=", flags=re.DOTALL
 )
 _FUNCTIONS = "functions."
 
@@ -45,7 +51,9 @@ class _Part:
 
     @property
     def like_a_call(self) -> bool:
-        return self.recipient is not None or (self.header is None and "to=" in self.raw)
+        if self.header is None:
+            return _ADDRESSED.match(self.raw) is not None
+        return self.recipient is not None
 
 
 def parse_harmony(pieces: Sequence[Piece], *, calls: bool) -> tuple[str, Segments]:
@@ -68,7 +76,7 @@ def parse_harmony(pieces: Sequence[Piece], *, calls: bool) -> tuple[str, Segment
             parts.append(part.raw + (part.end if at < len(messages) else ""))
         elif part.header["channel"] == "analysis":
             reasoning.append(part.body)
-        else:
+        elif part.body:
             beside_text = bool(parts) and isinstance(parts[-1], str)
             parts.append(f"\n{part.body}" if beside_text else part.body)
     return "\n".join(reasoning), Segments(tuple(parts), malformed)
@@ -107,7 +115,7 @@ def call_of(part: _Part) -> ParsedCall | None:
     if part.header is None or recipient is None or part.header["channel"] != "commentary":
         return None
     name = recipient.removeprefix(_FUNCTIONS)
-    if part.end != _CALL or not name or name == recipient:
+    if part.end != CALL_END or not name or name == recipient:
         return None
     try:
         start = skip_space(part.body, 0)

@@ -23,6 +23,7 @@ class HarmonyReader:
         self._phase: Literal["header", "reasoning", "text", "call", "halted"] = "header"
         self._pieces: list[Piece] = []
         self._reasoned = False
+        self._begun = False
         self._last: Literal["text", "call"] | None = None
 
     def feed(self, piece: Piece) -> Iterator[Delta]:
@@ -37,7 +38,7 @@ class HarmonyReader:
         elif self._phase == "reasoning":
             yield ReasoningDelta(piece.text)
         elif self._phase == "text":
-            yield from self._content.feed(piece.text)
+            yield from self._text(piece.text)
         else:
             self._pieces.append(piece)
             if self._phase == "header" and piece == Piece(MESSAGE, True):
@@ -57,10 +58,15 @@ class HarmonyReader:
             self._reasoned = True
         else:
             self._phase = "text"
-            if self._last == "text":
-                self._content.end_text()
-                yield from self._content.feed("\n")
-            self._last = "text"
+            self._begun = False
+
+    def _text(self, text: str) -> Iterator[Delta]:
+        """More of a message's text: a message without any is nothing."""
+        if not self._begun and self._last == "text":
+            self._content.end_text()
+            yield from self._content.feed("\n")
+        self._begun, self._last = True, "text"
+        yield from self._content.feed(text)
 
     def _end(self, token: str) -> Iterator[Delta]:
         """A message ends with an end token or, without one, where the next begins."""

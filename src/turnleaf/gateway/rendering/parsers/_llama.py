@@ -21,6 +21,7 @@ __all__ = ["LlamaReader", "parse_llama"]
 
 _TAG = "<|python_tag|>"
 _LIKE_A_CALL = re.compile(r"\{\s*\"(?:name|parameters|arguments)\"\s*:")
+_WITHIN_TEXT = re.compile(r'"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:\s*\{')
 _PARAMETERS = ("parameters", "arguments")
 
 
@@ -28,14 +29,15 @@ def parse_llama(text: str, tools: Tools) -> Segments:
     """Read `text` as calls and nothing else, or as text. Arguments are the exact substring.
 
     Parameters may be called `arguments`: the template asks for the one, other formats taught the
-    model the other. A reply of which any part is no call stays text as a whole.
+    model the other. A reply of which any part is no call stays text as a whole; a call that stands
+    behind other text is counted, too.
     """
     start = skip_space(text, 0)
     tagged = text.startswith(_TAG, start)
     if tagged:
         start = skip_space(text, start + len(_TAG))
     if not tagged and not text.startswith("{", start):
-        return Segments((text,), 0)
+        return Segments((text,), len(_WITHIN_TEXT.findall(text)))
     calls, like_calls = _read_calls(text, start)
     if calls is None:
         return Segments((text,), int(tagged or like_calls))
@@ -45,7 +47,7 @@ def parse_llama(text: str, tools: Tools) -> Segments:
 def _read_calls(text: str, start: int) -> tuple[tuple[ParsedCall, ...] | None, bool]:
     """The calls from `start` to the end, if they are nothing else; whether they look like calls."""
     calls: list[ParsedCall] = []
-    like_calls = _LIKE_A_CALL.match(text, start) is not None
+    like_calls = bool(_LIKE_A_CALL.match(text, start) or _WITHIN_TEXT.search(text, start))
     while True:
         try:
             members, end = read_object(text, start)
