@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import unicodedata
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -14,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.families import FAMILIES, o200k_ranks
+from tests.families import FAMILIES, family_checkpoint, o200k_ranks
 from tests.messages import assistant, call, result, user
 from tests.strategies import chat_texts, chats, spelled
-from turnleaf.core import TokenIds
+from turnleaf.core import ContractError, TokenIds
 from turnleaf.gateway.rendering import Parsed, ParsedCall, Renderer, RenderError
 
 CLOCK = datetime(2024, 2, 3)
@@ -473,6 +474,16 @@ def test_gpt_oss_ends_its_turns_in_three_ways(load_family: Load) -> None:
     )
     assert added("{}<|call|>", called, result("r")) == told
     assert added("{}", called, result("r")) == "<|call|>" + told
+
+
+def test_gpt_oss_has_to_end_at_a_call(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(family_checkpoint("gpt-oss"), folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [200002, 199999]}')
+    with pytest.raises(ContractError, match=r"add 200012 to eos_token_id in its generation_config"):
+        Renderer.load(folder)
+    renderer = Renderer.load(folder, tool_call_parser="none")
+    assert not renderer.can_parse_calls
 
 
 def test_gpt_oss_outputs(load_family: Load) -> None:

@@ -80,6 +80,8 @@ class Renderer:
         parse_calls = parsers.call_parser(tool_call_parser, template.source)
         read_messages = parsers.message_parser(tool_call_parser, reasoning_parser, template.source)
         messages_have_calls = read_messages is not None and tool_call_parser != "none"
+        if messages_have_calls:
+            _check_ends(tokenizer.spelled(parsers.CALL_END) - checkpoint.end_ids, folder)
         outputs = OutputFormat(
             tokenizer=tokenizer,
             stop_ids=stop_ids,
@@ -226,3 +228,13 @@ def _opened_reasoning(
         ) from error
     _, opened, rest = text.rpartition(asked)[2].rpartition("<think>")
     return opened + rest if opened and "</think>" not in rest else None
+
+
+def _check_ends(missing: frozenset[int], folder: Path) -> None:
+    """An engine that reads the same files would go on sampling behind a call."""
+    if missing:
+        raise ContractError(
+            f"generation does not end at {parsers.CALL_END}, by the configuration in {folder}, so "
+            f"that no call would end: add {min(missing)} to eos_token_id in its "
+            "generation_config.json, or set turnleaf.tool_call_parser to none"
+        )
