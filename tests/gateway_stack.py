@@ -134,8 +134,8 @@ async def running_gateway(
 
     script: of the engine; a list is played to every rollout. retry_grace: none, so that a lost
     connection's call ends at once. streaming: how the engine streams. engine_url: another address
-    than the scripted engine's. routed_experts_shape: of the experts that every turn records. around: is
-    given the agents' app, and what it returns is served.
+    than the scripted engine's. routed_experts_shape: of the experts that every turn records.
+    around: is given the agents' app, and what it returns is served.
     """
     played = script if isinstance(script, dict) else {"*": list(script)}
     stop_token_id = tokenizer().encode("<|im_end|>")[0]
