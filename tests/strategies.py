@@ -152,6 +152,8 @@ def _grown(draw: st.DrawFn, *, located: bool, replayed: bool = False) -> Recorde
         if draw(st.integers(0, 2)) == 0:
             again = draw(st.sampled_from(sorted(recorded.paths)))
             recorded.trajectory.exclude(again, draw(exclusions))
+    for code in draw(st.lists(st.sampled_from(["engine_unavailable", ""]), max_size=2)):
+        recorded.trajectory.refuse(code)
     return recorded
 
 

@@ -1460,3 +1460,45 @@ async def test_of_many_rollouts_that_end_in_every_way_nothing_is_left_open(seed:
         assert id(rollout.trajectory) in recorded or len(rollout.trajectory) == 0
         assert (rollout.error is None) == (rollout.status in ("completed", "truncated"))
     assert {"completed", "aborted", "failed"} <= {rollout.status for rollout in weather.rollouts}
+
+
+def refusing(gateway: MemoryGateway, code: str, agent: Agent) -> Agent:
+    async def both(payload: dict[str, Any]) -> object:
+        key = gateway.keys[payload["_config"]["api_key"]]
+        gateway.recorded[key.id].refuse(code)
+        return await agent(payload)
+
+    return both
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("engine_unavailable", "infrastructure"),
+        ("engine_reply", "infrastructure"),
+        ("gateway_error", "infrastructure"),
+        ("engine_refused", "agent"),
+        ("invalid_value", "agent"),
+    ],
+)
+async def test_an_agent_is_not_to_blame_for_what_the_engine_did(
+    code: str, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = MemoryGateway()
+    failing_agent = raising(AgentError("the agent raised"))
+    rollout = await played(refusing(gateway, code, failing_agent), gateway)
+    assert (rollout.status, rollout.cause) == ("failed", cause)
+    assert f"(the gateway refused requests: 1 × {code})" in caplog.text
+    completed = await played(refusing(gateway, code, answering({"reward": 1.0})), gateway)
+    assert (completed.status, completed.cause) == ("completed", None)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("code", ["context_length_exceeded", "rollout_limit_exceeded"])
+async def test_a_refusal_for_want_of_room_is_a_limit_that_was_hit(code: str) -> None:
+    gateway = MemoryGateway()
+    completed = await played(refusing(gateway, code, answering({"reward": 1.0})), gateway)
+    assert (completed.status, completed.hit_limit) == ("truncated", True)
+    failed = await played(refusing(gateway, code, raising(AgentError("no room"))), gateway)
+    assert (failed.status, failed.cause, failed.hit_limit) == ("failed", "agent", True)

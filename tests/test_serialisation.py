@@ -287,3 +287,20 @@ def best_of(runs: int, call: Callable[[], None]) -> float:
         call()
         seconds.append(time.perf_counter() - started)
     return min(seconds)
+
+
+def test_what_was_refused_is_written_only_where_there_is_some() -> None:
+    trajectory = Trajectory([FULL])
+    assert "refused" not in json.loads(trajectory.to_json())
+    trajectory.refuse("engine_reply")
+    trajectory.refuse("engine_reply")
+    read = Trajectory.from_json(trajectory.to_json())
+    assert read.refused == {"engine_reply": 2}
+    assert read == trajectory != Trajectory([FULL])
+
+
+@pytest.mark.parametrize("refused", [None, [], 1, {"a": 0}, {"a": True}, {"a": 1.0}, {"a": "1"}])
+def test_refused_that_is_no_count_by_code_is_not_read(refused: object) -> None:
+    written = json.loads(Trajectory([FULL]).to_json()) | {"refused": refused}
+    with pytest.raises(TrajectoryError, match="`refused`"):
+        Trajectory.from_json(json.dumps(written))

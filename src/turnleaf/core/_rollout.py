@@ -14,6 +14,7 @@ from turnleaf.core._attendance import Attendance
 from turnleaf.core._background import Background
 from turnleaf.core._described import described, hidden, text_of, unwrapped
 from turnleaf.core._errors import (
+    AgentError,
     BadResultError,
     Cause,
     ContractError,
@@ -39,6 +40,11 @@ GATEWAY_LIMIT = 60.0
 
 Status = Literal["completed", "truncated", "failed", "timed_out", "aborted"]
 
+INFRASTRUCTURE_REFUSALS = frozenset({"engine_unavailable", "engine_reply", "gateway_error"})
+"""Codes of refusals for which engine or gateway are answerable."""
+LIMIT_REFUSALS = frozenset({"context_length_exceeded", "rollout_limit_exceeded"})
+"""Codes of refusals because a limit left no room."""
+
 Answer = TypeVar("Answer")
 Ours = TypeVar("Ours", bound=ContractError | RolloutError | GatewayError)
 
@@ -63,8 +69,7 @@ class Rollout:
     """What came of one run of an agent.
 
     trajectory: every turn captured, whatever the status.
-    status: completed; truncated (completed, but the last turn to train hit a token limit);
-        failed; timed_out; aborted.
+    status: completed; truncated (completed, but it hit a limit); failed; timed_out; aborted.
     reward: finite; None when the agent gave none.
     result: what the agent returned, as it came, or None when it returned no dict.
     error: why it did not complete; None when it did. Never shows the key's secret.
@@ -82,13 +87,26 @@ class Rollout:
 
     @property
     def hit_limit(self) -> bool:
-        """Whether the last turn to train ended at a token limit, whatever became of the rollout."""
+        """Whether a limit cut the rollout short, whatever became of it.
+
+        That is: the last turn to train ended at a token limit, or a request was refused because
+        the rollout's limits, or the context, had no room for it.
+        """
+        if self.trajectory.refused.keys() & LIMIT_REFUSALS:
+            return True
         trained = [turn for turn in self.trajectory.turns if turn.excluded is None]
         return bool(trained) and trained[-1].finish_reason == "length"
 
     @property
     def cause(self) -> Cause | None:
-        """Who is answerable; None for a rollout that completed."""
+        """Who is answerable; None for a rollout that completed.
+
+        An agent that failed is not, where requests of its were refused for what is not its doing.
+        """
+        not_its_doing = self.trajectory.refused.keys() & INFRASTRUCTURE_REFUSALS
+        failed = self.status == "failed" and isinstance(self.error, AgentError | BadResultError)
+        if failed and not_its_doing:
+            return "infrastructure"
         if isinstance(self.error, RolloutError):
             return self.error.cause
         return None if self.error is None else "infrastructure"
@@ -303,7 +321,7 @@ class _Run:
                 ending.name,
                 ending.status,
                 ending.cause,
-                ending.error,
+                f"{ending.error}{_refusals(ending.trajectory)}",
             )
         self.ended.set()
 
@@ -361,6 +379,12 @@ def _printed(error: BaseException, secret: str) -> str:
         return "".join(traceback.format_exception(error))
     except Exception:  # noqa: BLE001  # groups within groups can be too deep for it
         return secret
+
+
+def _refusals(trajectory: Trajectory) -> str:
+    """What the gateway refused, for the end of a log line."""
+    refused = [f"{count} × {code}" for code, count in sorted(trajectory.refused.items())]
+    return f" (the gateway refused requests: {', '.join(refused)})" if refused else ""
 
 
 def _status(error: RolloutError | GatewayError) -> Status:

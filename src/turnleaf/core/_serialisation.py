@@ -3,7 +3,7 @@
 import base64
 import json
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import cattrs
@@ -74,13 +74,18 @@ def _make_converter() -> cattrs.Converter:
 _converter = _make_converter()
 
 
-def turns_to_json(turns: Iterable[Turn]) -> bytes:
-    """The turns in the given order, which must name parents before their children."""
+def turns_to_json(turns: Iterable[Turn], refused: Mapping[str, int]) -> bytes:
+    """The turns in the given order, which must name parents before their children.
+
+    refused: see `Trajectory`.
+    """
     document = {"version": VERSION, "turns": [_converter.unstructure(turn) for turn in turns]}
+    if refused:
+        document["refused"] = dict(refused)
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def turns_from_json(data: bytes | str) -> list[Turn]:
+def turns_from_json(data: bytes | str) -> tuple[list[Turn], dict[str, int]]:
     """Read what `turns_to_json` wrote; raises TrajectoryError when it is anything else."""
     try:
         document = json.loads(data)
@@ -97,7 +102,7 @@ def turns_from_json(data: bytes | str) -> list[Turn]:
             f"a serialised trajectory of version {reprlib.repr(version)}; "
             f"this turnleaf reads version {VERSION}"
         )
-    unknown = document.keys() - {"version", "turns"}
+    unknown = document.keys() - {"version", "turns", "refused"}
     if unknown:
         raise TrajectoryError(
             f"a serialised trajectory with the unknown key {reprlib.repr(min(unknown))}"
@@ -105,7 +110,19 @@ def turns_from_json(data: bytes | str) -> list[Turn]:
     turns = document.get("turns")
     if not isinstance(turns, list):
         raise TrajectoryError("a serialised trajectory has no list of turns")
-    return [_turn_from(value, position) for position, value in enumerate(turns)]
+    refused = _refused_from(document.get("refused", {}))
+    return [_turn_from(value, position) for position, value in enumerate(turns)], refused
+
+
+def _refused_from(value: Any) -> dict[str, int]:
+    if not isinstance(value, dict) or not all(
+        type(count) is int and count > 0 for count in value.values()
+    ):
+        raise TrajectoryError(
+            "`refused` of a serialised trajectory is not an object of error codes with how many "
+            "requests each refused"
+        )
+    return value
 
 
 def _turn_from(value: Any, position: int) -> Turn:

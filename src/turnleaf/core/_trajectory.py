@@ -1,6 +1,7 @@
 """The tree of a rollout's turns, and the leaves that are trained."""
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 import attrs
@@ -73,9 +74,14 @@ class Trajectory:
 
     Turns are added parents first, in any order of their indices. Memory follows the tokens that
     are new or rendered anew, never turns × history. Not thread-safe.
+
+    refused: how many requests led to no turn, by the code of the error that they were answered.
     """
 
-    def __init__(self, turns: Iterable[Turn] = ()) -> None:
+    def __init__(
+        self, turns: Iterable[Turn] = (), *, refused: Mapping[str, int] | None = None
+    ) -> None:
+        self._refused = Counter(refused or {})
         self._turns: dict[str, Turn] = {}
         self._indices: set[int] = set()
         self._experts: tuple[int, ...] | None = None
@@ -86,6 +92,15 @@ class Trajectory:
     def turns(self) -> tuple[Turn, ...]:
         """Every turn, in the order of their indices."""
         return tuple(sorted(self._turns.values(), key=lambda turn: turn.index))
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """How many requests were refused, by the error's code (docs/gateway.md lists them)."""
+        return dict(self._refused)
+
+    def refuse(self, code: str) -> None:
+        """Count a request that was refused with an error of that code."""
+        self._refused[code] += 1
 
     def turn(self, turn_id: str) -> Turn:
         """The turn with that id; raises TrajectoryError when there is none."""
@@ -100,7 +115,7 @@ class Trajectory:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Trajectory):
             return NotImplemented
-        return self.turns == other.turns
+        return self.turns == other.turns and self.refused == other.refused
 
     __hash__ = None  # type: ignore[assignment]  # mutable
 
@@ -187,12 +202,13 @@ class Trajectory:
 
     def to_json(self) -> bytes:
         """JSON with a version; arrays as base64 of their little-endian bytes."""
-        return turns_to_json(self._turns.values())
+        return turns_to_json(self._turns.values(), self._refused)
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Self:
         """Read what `to_json` wrote; raises TrajectoryError when it is anything else."""
-        return cls(turns_from_json(data))
+        turns, refused = turns_from_json(data)
+        return cls(turns, refused=refused)
 
     def _path(self, turn_id: str) -> list[_Piece]:
         pieces = []

@@ -83,6 +83,7 @@ class Outcome:
             "status": self.rollout.status,
             "error": None if self.rollout.error is None else _encodable(self.rollout.error),
             "cause": self.rollout.cause,
+            "refused": dict(self.rollout.trajectory.refused),
             "removed": self.removed,
             "requeues": self.requeues,
             "leaf": number,
