@@ -30,6 +30,8 @@ from turnleaf.gateway._constraints import ConstraintPolicy
 from turnleaf.gateway._control_app import control_app
 from turnleaf.gateway._history import ThinkingRetention
 from turnleaf.gateway._keys import Keys
+from turnleaf.gateway._limits import Limits
+from turnleaf.gateway._readiness import Readiness
 from turnleaf.gateway._serving import served
 from turnleaf.gateway._turns import Turns
 from turnleaf.gateway._watched import Watched
@@ -128,6 +130,7 @@ async def running_gateway(
     thinking_retention: ThinkingRetention = "template",
     constraints: ConstraintPolicy = "hint",
     streaming: Streaming = "incremental",
+    limits: Limits | None = None,
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> AsyncIterator[Stack]:
     """Serve until the context is left, then check the ledger against every collected trajectory.
@@ -150,7 +153,12 @@ async def running_gateway(
         scripted_url = await resources.enter_async_context(serve_engine(scripted))
         engine = SGLangEngine(engine_url or scripted_url, retry_budget=retry_budget)
         resources.push_async_callback(engine.aclose)
-        keys = Keys("restore", thinking_retention=thinking_retention, retry_grace=retry_grace)
+        keys = Keys(
+            "restore",
+            thinking_retention=thinking_retention,
+            retry_grace=retry_grace,
+            limits=limits,
+        )
         turns = Turns(
             renderer(template),
             engine,
@@ -162,10 +170,11 @@ async def running_gateway(
         control = create_server(("127.0.0.1", 0))
         base_url = f"http://127.0.0.1:{agents.getsockname()[1]}/v1"
         chat = agents_app(keys, turns, model_id="model", keep_alive=keep_alive)
-        watched = Watched(around(chat))
+        watched = Watched(around(chat), keys.metrics)
+        readiness = Readiness(engine)
         for app, listening in (
             (watched, agents),
-            (control_app(keys, engine, watched, base_url=base_url, token=TOKEN), control),
+            (control_app(keys, readiness, watched, base_url=base_url, token=TOKEN), control),
         ):
             await resources.enter_async_context(served(app, listening))
         control_url = f"http://127.0.0.1:{control.getsockname()[1]}"

@@ -37,9 +37,14 @@ def test_defaults_are_those_of_the_design() -> None:
         client_reasoning="restore",
         thinking_retention="template",
         max_context_tokens=None,
+        max_turns=None,
+        max_rollout_tokens=None,
+        max_requests_in_flight=64,
         on_bad_result="raise",
         on_infrastructure_failure="zero",
         failure_window=600,
+        metrics_port=None,
+        log_format="json",
         tool_call_parser="auto",
         reasoning_parser="auto",
     )
@@ -56,9 +61,14 @@ def test_every_setting_can_be_given() -> None:
           public_url: https://trainer.example.com:{port}/agents
           history: {client_reasoning: as_sent, thinking_retention: tool_cycle}
           max_context_tokens: 1
+          max_turns: 2
+          max_rollout_tokens: 3
+          max_requests_in_flight: 4
           on_bad_result: fail_rollout
           on_infrastructure_failure: remove
           failure_window: 0.5
+          metrics_port: 9100
+          log_format: text
           tool_call_parser: qwen25
           reasoning_parser: qwen3
     """)
@@ -73,9 +83,14 @@ def test_every_setting_can_be_given() -> None:
         client_reasoning="as_sent",
         thinking_retention="tool_cycle",
         max_context_tokens=1,
+        max_turns=2,
+        max_rollout_tokens=3,
+        max_requests_in_flight=4,
         on_bad_result="fail_rollout",
         on_infrastructure_failure="remove",
         failure_window=0.5,
+        metrics_port=9100,
+        log_format="text",
         tool_call_parser="qwen25",
         reasoning_parser="qwen3",
     )

@@ -122,7 +122,7 @@ def test_experts_from_the_first_needed_position_on(
         ({"routed_experts_start_len": 2}, "start_len is 2, but rows are needed from 1 on"),
         ({"routed_experts_start_len": 1}, "holds 16 numbers, but 3 positions from 1 on"),
         ({"routed_experts_start_len": -1}, "routed_experts_start_len is -1"),
-        ({"routed_experts_start_len": "1"}, "routed_experts_start_len is '1'"),
+        ({"routed_experts_start_len": "1"}, "routed_experts_start_len is a str"),
         ({"spec_verify_ct": -1}, "spec_verify_ct is -1"),
         ({"spec_accept_token_num": 1.5}, r"spec_accept_token_num is 1\.5"),
     ],

@@ -138,6 +138,7 @@ async def prepared(plan: Plan) -> AsyncIterator[Stage]:
                 model=str(model),
                 model_id="scripted" if plan.scripted else None,
             )
+            config = attrs.evolve(config, log_format="text")  # a person reads along
             gateway = await stack.enter_async_context(run_worker(config))
         yield Stage(gateway, tokenizer, config.model_id or model.name)
 

@@ -128,6 +128,11 @@ def _is_address(value: Any) -> bool:
 
 _TEXT = _Expect("text", _is_text)
 _TEXT_OR_NULL = _Expect("text or null", _or_null(_is_text))
+_COUNT_OR_NULL = _Expect(
+    f"a whole number from 1 to {_MAX_TOKENS}, or null",
+    _or_null(_whole(1, _MAX_TOKENS)),
+    _number_as_text,
+)
 _UNDER_TURNLEAF = {"section": "turnleaf."}
 _UNDER_HISTORY = {"section": "turnleaf.history."}
 
@@ -192,11 +197,18 @@ class Settings:
     )
     max_context_tokens: int | None = attrs.field(
         default=None,
-        validator=_Expect(
-            f"a whole number from 1 to {_MAX_TOKENS}, or null",
-            _or_null(_whole(1, _MAX_TOKENS)),
-            _number_as_text,
-        ),
+        validator=_COUNT_OR_NULL,
+        metadata=_UNDER_TURNLEAF,
+    )
+    max_turns: int | None = attrs.field(
+        default=None, validator=_COUNT_OR_NULL, metadata=_UNDER_TURNLEAF
+    )
+    max_rollout_tokens: int | None = attrs.field(
+        default=None, validator=_COUNT_OR_NULL, metadata=_UNDER_TURNLEAF
+    )
+    max_requests_in_flight: int = attrs.field(
+        default=64,
+        validator=_Expect("a whole number from 1 to 65536", _whole(1, 65536), _number_as_text),
         metadata=_UNDER_TURNLEAF,
     )
     on_bad_result: Literal["raise", "fail_rollout"] = attrs.field(
@@ -223,6 +235,18 @@ class Settings:
             lambda value: type(value) in (int, float) and 0 <= value <= 3600,
             _number_as_text,
         ),
+        metadata=_UNDER_TURNLEAF,
+    )
+    metrics_port: int | None = attrs.field(
+        default=None,
+        validator=_Expect(
+            "a whole number from 1 to 65535, or null", _or_null(_whole(1, 65535)), _number_as_text
+        ),
+        metadata=_UNDER_TURNLEAF,
+    )
+    log_format: Literal["json", "text"] = attrs.field(
+        default="json",
+        validator=_Expect("`json` or `text`", lambda value: value in ("json", "text")),
         metadata=_UNDER_TURNLEAF,
     )
     tool_call_parser: str = attrs.field(default="auto", validator=_TEXT, metadata=_UNDER_TURNLEAF)

@@ -21,6 +21,7 @@ from turnleaf.gateway.protocols import (
     Completion,
     EventStream,
     RequestError,
+    bad_request,
     completion,
     completion_events,
     error_event,
@@ -87,30 +88,42 @@ class ChatCompletions:
         self._keep_alive = keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
+        request, record = Request(scope, receive), None
         try:
-            self._keys.authenticate(bearer(request))  # before anything is read
-            body = await read_body(request, limit=self._turns.body_limit)
-            chat = parse_chat_request(decoded(body))
-            trained, marked = _is_trained(request), _is_marked(request)
-            # Again: the key may have been closed while the body arrived.
-            record = self._keys.authenticate(bearer(request))
+            record = self._keys.authenticate(bearer(request))  # before anything is read
+            with record.connected():
+                await self._serve(record, request, receive, send)
         except RequestError as error:
+            if record is not None:
+                record.refuse(error)
             await json_response(error.body(), error.status, error.headers())(scope, receive, send)
-            return
         except ClientDisconnect:
             return
+
+    async def _serve(self, record: Record, request: Request, receive: Receive, send: Send) -> None:
+        """Answer a request; raises RequestError for one that is refused before it begins."""
+        body = await read_body(request, limit=self._turns.body_limit)
+        chat = parse_chat_request(decoded(body))
+        trained, marked = _is_trained(request), _is_marked(request)
+        # Again: the key may have been closed while the body arrived.
+        self._keys.authenticate(bearer(request))
         identity = identity_of(body, trained=trained)
-        asked = record.asked.claim(identity, marked=marked)
-        call, reply = Call(), _Sending(send, chat)
+        claimed = record.asked.claim(identity, marked=marked)
+        try:
+            call = record.admit(turns=chat.n) if claimed is None else Call(joined=True)
+        except RequestError as error:
+            record.asked.refuse(identity, error)
+            raise
+        reply = _Sending(send, chat)
         record.calls.add(call)
         try:
             with call.scope:
-                if asked is None:
+                if claimed is None:
                     asked = record.asked.ask(identity)
                     await self._host(record, chat, trained, call, asked, receive, reply)
                 else:
-                    await self._attend(record, asked, receive, reply)
+                    record.metrics.joined()
+                    await self._attend(record, claimed, call, receive, reply)
             if call.scope.cancelled_caught:
                 await reply.fail(ended())
         finally:
@@ -140,7 +153,7 @@ class ChatCompletions:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(end_with_key)
                 tasks.start_soon(sample)
-                await self._attend(record, asked, receive, reply)
+                await self._attend(record, asked, call, receive, reply)
                 await asked.abandoned(self._keys.retry_grace)
                 call.end("undelivered")
                 await asked.done.wait()
@@ -150,7 +163,7 @@ class ChatCompletions:
                 asked.finish(ended())
 
     async def _attend(
-        self, record: Record, asked: Asked, receive: Receive, reply: "_Sending"
+        self, record: Record, asked: Asked, call: Call, receive: Receive, reply: "_Sending"
     ) -> None:
         """Wait for a turn and tell the agent of it; returns when that is done or the agent gone."""
         client = _Client(receive)
@@ -173,9 +186,10 @@ class ChatCompletions:
                     # At once: the server reports the end of a reply as a disconnect too.
                     if not client.gone.is_set():
                         self._turns.deliver(record, *outcome.turn_ids)
-                        delivered = True
+                        delivered = call.answered = True
                 elif isinstance(outcome, RequestError) and not client.gone.is_set():
                     await reply.fail(outcome)
+                    call.answered = True
                 tasks.cancel_scope.cancel()
         finally:
             asked.leave(delivered=delivered)
@@ -196,10 +210,14 @@ class ChatCompletions:
             asked.tell(stream.end(reply))
             return reply
         except RequestError as error:
-            return error
+            refusal = error
         except Exception:
             logger.exception("key %s: a turn failed", record.id)
-            return RequestError(500, "the gateway failed; its log says why", code="gateway_error")
+            text = "the gateway failed; its log says why"
+            refusal = RequestError(500, text, code="gateway_error")
+        call.due = 0
+        record.refuse(refusal)
+        return refusal
 
 
 class _Client:
@@ -246,7 +264,7 @@ class _Sending:
         whole = not asked.events
         events = completion_events(reply, include_usage=self._chat.include_usage) if whole else b""
         await self._start_stream()
-        await self._body(events or self._next_events(asked), more=False)
+        await self._last_body(events or self._next_events(asked))
 
     def _next_events(self, asked: Asked) -> bytes:
         events = b"".join(asked.events[self._passed_on :])
@@ -255,7 +273,7 @@ class _Sending:
 
     async def fail(self, error: RequestError) -> None:
         if self._started:
-            await self._body(error_event(error), more=False)
+            await self._last_body(error_event(error))
         else:
             response = json_response(error.body(), error.status, error.headers())
             await self._whole(error.status, bytes(response.body), error.headers())
@@ -273,13 +291,18 @@ class _Sending:
     async def _whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         length = {"content-type": "application/json", "content-length": str(len(body))}
         await self._start(status, headers | length)
-        await self._body(body, more=False)
+        await self._last_body(body)
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
         self._started = True
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         message: Message = {"type": "http.response.start", "status": status, "headers": raw}
         await self._send(message)
+
+    async def _last_body(self, body: bytes) -> None:
+        await self._body(body, more=True)
+        # The server takes this only when the client has read what came before, or is gone.
+        await self._body(b"", more=False)
 
     async def _body(self, body: bytes, *, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
@@ -289,7 +312,7 @@ def _is_trained(request: Request) -> bool:
     values = [value.strip().lower() for value in request.headers.getlist("x-turnleaf-train")]
     for value in values:
         if value not in ("true", "false"):
-            raise RequestError(400, f"x-turnleaf-train is {value!r}, but must be true or false")
+            raise bad_request("x-turnleaf-train", f"is {value!r}, but must be true or false")
     return "false" not in values
 
 

@@ -12,6 +12,8 @@ __all__ = ["Asked", "AskedTurns", "identity_of"]
 
 REMEMBERED = 16
 """So many delivered replies are kept to be given again, the latest ones."""
+REMEMBERED_REFUSALS = 256
+"""So many refusals are kept, the latest ones, whose retries claim nothing."""
 
 
 def identity_of(body: bytes, *, trained: bool) -> bytes:
@@ -111,6 +113,13 @@ class AskedTurns:
         self._asked.append(asked)
         return asked
 
+    def refuse(self, identity: bytes, error: RequestError) -> None:
+        """A request was refused before a turn was asked for: a retry of it claims nothing."""
+        asked = self.ask(identity)
+        asked.take()
+        asked.finish(error)
+        asked.leave(delivered=False)
+
     def deliver(self, turn_id: str) -> None:
         """A later request shows that the agent has the turn's reply."""
         for asked in self._asked:
@@ -143,7 +152,8 @@ class AskedTurns:
     def _forget(self) -> None:
         oldest = time.monotonic() - self._grace
         delivered = [asked for asked in self._asked if asked.delivered and not asked.waiting]
-        old = set(map(id, delivered[:-REMEMBERED]))
+        refused = [asked for asked in self._asked if asked.refused_at is not None]
+        old = set(map(id, [*delivered[:-REMEMBERED], *refused[:-REMEMBERED_REFUSALS]]))
         self._asked = [
             asked
             for asked in self._asked

@@ -4,6 +4,7 @@ uvicorn limits neither the size of a request's head nor the time that it may tak
 read before any key can be checked. Its parser stops at a head that offers an upgrade, as Java's
 HTTP client does on every first request, and the request's body is lost. And it stops listening to a
 client that sends a second request before the first is answered, so that a disconnect goes unseen.
+It waits for ever for a client that does not read its reply, and holds the reply for as long.
 """
 
 import re
@@ -12,13 +13,15 @@ from typing import cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-__all__ = ["HEAD_LIMIT", "HEAD_TIMEOUT", "BoundedHttpProtocol"]
+__all__ = ["HEAD_LIMIT", "HEAD_TIMEOUT", "READ_TIMEOUT", "BoundedHttpProtocol"]
 
 HEAD_LIMIT = 64 * 1024
 """Bytes of a request line with its headers."""
 HEAD_TIMEOUT = 30.0
 """Seconds from a connection's start, or a head's first byte, until the head is complete; and from
 the refusal of a request until the rest of its body has arrived."""
+READ_TIMEOUT = 60.0
+"""Seconds in which a client must have read its reply, apart from what the kernel holds of it."""
 
 _TOO_LARGE = "its request's head is too large"
 _TOO_EARLY = "it sent a request before the one before was answered"
@@ -44,6 +47,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """The parser has begun with a head and not come to its end."""
     _trailer_bytes = 0
     _timer: TimerHandle | None = None
+    _unread: TimerHandle | None = None
+    """Ends a connection whose client has not read its reply by then."""
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -52,7 +57,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_waiting_for_reader()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_waiting_for_reader()
 
     def data_received(self, data: bytes) -> None:
         if self._head is not None:
@@ -112,6 +126,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._head is None:
             # Refused before its body had arrived; the rest is nothing to wait for long.
             self._start_timer()
+        if self.transport.get_write_buffer_size():
+            self._wait_for_reader()
 
     def _is_answering(self) -> bool:
         latest = cast("RequestResponseCycle | None", self.cycle)  # there is none at first
@@ -127,6 +143,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _wait_for_reader(self) -> None:
+        self._stop_waiting_for_reader()
+        self._unread = self.loop.call_later(READ_TIMEOUT, self._end_unread)
+
+    def _stop_waiting_for_reader(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _end_unread(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self._give_up("its client took too long to read a reply")
 
     def _give_up(self, why: str) -> None:
         self.logger.warning("a connection was closed: %s", why)

@@ -11,6 +11,8 @@ from cattrs.errors import ForbiddenExtraKeysError
 from turnleaf.core import ContractError, Settings
 from turnleaf.gateway._constraints import ConstraintPolicy
 from turnleaf.gateway._history import ClientReasoning, ThinkingRetention
+from turnleaf.gateway._limits import Limits
+from turnleaf.gateway._logs import LogFormat
 
 __all__ = ["PORTS", "WorkerConfig", "routable_address"]
 
@@ -42,7 +44,9 @@ class WorkerConfig:
     public_url: what agents are told instead of host and port, `{port}` filled in.
     template_arguments: passed to the chat template on every render. max_context_tokens: None for
     the model's own limit. constraints: what becomes of an agent's wish for replies of a certain
-    form. retry_grace: seconds for which a turn whose connection was lost waits for a retry.
+    form. retry_grace: seconds for which a turn whose connection was lost waits for a retry. limits:
+    of each key. metrics_port: where, on `host`, metrics are served to whoever asks; None for
+    nowhere. log_format: of the worker's stderr.
     routed_experts_shape: (layers, top_k) of the model, when every turn records which experts each
     token was routed to; None for none. expect_top_p_ids: keys' sampling will ask for the ids that
     top-p kept. What is expected here is tried out before the worker is ready.
@@ -62,6 +66,9 @@ class WorkerConfig:
     constraints: ConstraintPolicy = "hint"
     max_context_tokens: int | None = None
     retry_grace: float = 30.0
+    metrics_port: int | None = attrs.field(default=None, validator=attrs.validators.optional(_port))
+    log_format: LogFormat = "json"
+    limits: Limits = attrs.field(factory=Limits)
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     routed_experts_shape: tuple[int, int] | None = attrs.field(default=None, validator=_shape)
@@ -95,6 +102,13 @@ class WorkerConfig:
             constraints=settings.constraints,
             max_context_tokens=settings.max_context_tokens,
             retry_grace=settings.retry_grace,
+            metrics_port=settings.metrics_port,
+            log_format=settings.log_format,
+            limits=Limits(
+                max_turns=settings.max_turns,
+                max_rollout_tokens=settings.max_rollout_tokens,
+                max_requests_in_flight=settings.max_requests_in_flight,
+            ),
             tool_call_parser=settings.tool_call_parser,
             reasoning_parser=settings.reasoning_parser,
             routed_experts_shape=routed_experts_shape,

@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from turnleaf.core import EngineError, Purpose
+from turnleaf.core import Purpose
 from turnleaf.gateway._http import bearer, guarded, json_response, read_json
 from turnleaf.gateway._keys import Keys
+from turnleaf.gateway._readiness import Readiness
 from turnleaf.gateway._watched import Watched
-from turnleaf.gateway.engines import Engine
 from turnleaf.gateway.protocols import RequestError, bad_request
 
 __all__ = ["control_app"]
@@ -26,7 +26,7 @@ _MAX_LIFE = 366 * 24 * 3600.0
 
 
 def control_app(
-    keys: Keys, engine: Engine, agents: Watched, *, base_url: str, token: str
+    keys: Keys, readiness: Readiness, agents: Watched, *, base_url: str, token: str
 ) -> Starlette:
     """The ASGI app that the trainer talks to; every request needs `token` as its bearer."""
 
@@ -54,11 +54,13 @@ def control_app(
         return Response(status_code=204)
 
     async def ready(_: Request) -> Response:
-        try:
-            await engine.check()
-        except EngineError as error:
-            raise RequestError(503, str(error), code="engine_unavailable", retry_after=2) from None
+        problem = await readiness.problem()
+        if problem is not None:
+            raise RequestError(503, problem, code="engine_unavailable", retry_after=2)
         return json_response({"status": "ready"})
+
+    async def metrics(_: Request) -> Response:
+        return keys.metrics.response()
 
     async def requests(_: Request) -> Response:
         return json_response(agents.requests.to_mapping())
@@ -67,7 +69,9 @@ def control_app(
         async def answer(request: Request) -> Response:
             sent = (bearer(request) or "").encode()
             if not hmac.compare_digest(sent, token.encode()):
-                raise RequestError(401, "the control listener needs its token as bearer")
+                raise RequestError(
+                    401, "the control listener needs its token as bearer", code="invalid_token"
+                )
             return await endpoint(request)
 
         return guarded(answer)
@@ -78,6 +82,7 @@ def control_app(
             Route("/keys", locked(close_all), methods=["DELETE"]),
             Route("/keys/{id}", locked(close_key), methods=["DELETE"]),
             Route("/readyz", locked(ready)),
+            Route("/metrics", locked(metrics)),
             Route("/requests", locked(requests)),
         ]
     )

@@ -216,8 +216,8 @@ class History:
         turn_id: str,
         *,
         shows_reasoning: bool,
-    ) -> None:
-        """Remember the reply that a turn gave to a conversation.
+    ) -> bool:
+        """Remember the reply that a turn gave to a conversation; returns whether it had one before.
 
         match: what the conversation continued, if anything. shows_reasoning: the turn's prompt
         holds reasoning.
@@ -231,6 +231,7 @@ class History:
         known = self._know(reply, "reply")
         # The messages before `start` too: a client has a spelling of its own for what it was sent.
         self._known.update((one.raw_digest, one) for one in (*conversation._known, known))
+        repeated = any(child.replies for same in node.children.values() for child in same)
         node = _child(node, known, (known.digest, None))
         node.replies.append(
             _Reply(
@@ -243,6 +244,7 @@ class History:
             )
         )
         self._recorded += 1
+        return repeated
 
     def _know(self, raw: Any, where: str) -> _Known:
         raw_bytes = orjson.dumps(raw)

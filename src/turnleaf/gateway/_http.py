@@ -37,7 +37,9 @@ async def read_body(request: Request, *, limit: int = BODY_LIMIT) -> bytes:
                 chunks.append(chunk)
     except TimeoutError:
         raise RequestError(
-            408, f"the request body did not arrive within {BODY_TIMEOUT:.0f} seconds"
+            408,
+            f"the request body did not arrive within {BODY_TIMEOUT:.0f} seconds",
+            code="too_slow",
         ) from None
     return b"".join(chunks)
 

@@ -5,16 +5,21 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from http import HTTPStatus
 from typing import Any
 
 import anyio
 import attrs
 
-from turnleaf.core import Exclusion, Purpose, Trajectory
+from turnleaf.core import Exclusion, Purpose, Trajectory, Turn
 from turnleaf.gateway._asked import AskedTurns
+from turnleaf.gateway._branches import Branches
 from turnleaf.gateway._history import ClientReasoning, History, ThinkingRetention
+from turnleaf.gateway._limits import Limits
+from turnleaf.gateway._metrics import Metrics
 from turnleaf.gateway.protocols import RequestError
 
 __all__ = ["Call", "Keys", "Record"]
@@ -25,6 +30,8 @@ CLOSE_WAIT = 2.0
 """Seconds that closing a key waits for its calls to end before it cuts them."""
 RETRY_GRACE = 30.0
 """Seconds for which a turn whose connection was lost waits for a retry, by default."""
+MANY_LEAVES = 8
+"""Leaves of a rollout above which its log says why there are so many."""
 COLLECT_GRACE = 60.0
 """Seconds for which a collected trajectory can be collected again, after a lost reply."""
 UNCOLLECTED_GRACE = 3600.0
@@ -33,8 +40,15 @@ UNCOLLECTED_GRACE = 3600.0
 
 @attrs.define(eq=False)
 class Call:
-    """A model call in flight. `stop` ends it at the engine; `reason` says why."""
+    """A request in flight. `stop` ends it at the engine; `reason` says why.
 
+    due: turns that it is having sampled and that are not recorded yet. joined: it waits for those
+    of another one. answered: the client has its reply.
+    """
+
+    due: int = 0
+    joined: bool = False
+    answered: bool = False
     stop: anyio.Event = attrs.field(factory=anyio.Event)
     reason: Exclusion = "undelivered"
     finished: anyio.Event = attrs.field(factory=anyio.Event)
@@ -53,7 +67,8 @@ class Record:
 
     sampling: the trainer's sampling parameters, never changed. sampled_from: how many turns were
     sampled from each prompt, by its digest; counted where a seed would make them equal. clock: what
-    templates that print the time are told, for as long as the key lives. expires_at, closed_at,
+    templates that print the time are told, for as long as the key lives. connections: how many send
+    a request or wait for a reply. sampled_tokens: of all turns. expires_at, closed_at,
     collected_at: `time.monotonic` seconds.
     """
 
@@ -64,20 +79,89 @@ class Record:
     expires_at: float
     history: History
     asked: AskedTurns
+    metrics: Metrics
+    limits: Limits = attrs.field(factory=Limits)
     clock: datetime = attrs.field(factory=lambda: datetime.now(UTC).astimezone())
     trajectory: Trajectory = attrs.field(factory=Trajectory)
+    branches: Branches = attrs.field(factory=Branches)
     calls: set[Call] = attrs.field(factory=set)
     warned: set[str] = attrs.field(factory=set)
     sampled_from: Counter[bytes] = attrs.field(factory=Counter)
+    connections: int = 0
+    sampled_tokens: int = 0
     closed_at: float | None = None
     collected_at: float | None = None
     _next_index: int = 0
+    _finished: bool = False
+    _warned_of_leaves: bool = False
 
     def take_indices(self, count: int) -> range:
         """The indices of the next turns."""
         first = self._next_index
         self._next_index += count
         return range(first, first + count)
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """While one more connection is there; raises a 429 RequestError for too many."""
+        self.limits.check_connections(self.connections)
+        self.connections += 1
+        try:
+            yield
+        finally:
+            self.connections -= 1
+
+    def admit(self, turns: int) -> Call:
+        """The call of a request for so many turns; raises RequestError when a limit is reached."""
+        self.limits.check_turns(len(self.trajectory) + sum(c.due for c in self.calls), turns)
+        self.limits.tokens_left(self.sampled_tokens)
+        in_flight = sum(not (call.joined or call.answered) for call in self.calls)
+        self.limits.check_in_flight(in_flight)
+        return Call(due=turns)
+
+    def add(self, turn: Turn, call: Call) -> None:
+        """Record a turn of a call."""
+        self.trajectory.add(turn)
+        self.sampled_tokens += len(turn.output)
+        call.due -= 1
+        self.metrics.recorded(turn)
+
+    def deliver(self, turn_id: str) -> None:
+        """The agent has a turn's reply."""
+        if self.trajectory.turn(turn_id).excluded != "undelivered":
+            return
+        self.trajectory.exclude(turn_id, None)
+        self.asked.deliver(turn_id)
+        reason = self.branches.deliver(self.trajectory, turn_id)
+        if reason is not None:
+            self.metrics.forked(reason)
+            self._warn_of_leaves()
+
+    def refuse(self, error: RequestError) -> None:
+        """Note a request that led to no turn, unless it only came after the rollout's end."""
+        if error.status != HTTPStatus.UNAUTHORIZED:
+            self.trajectory.refuse(error.code)
+
+    def finish(self) -> None:
+        """Count what became of it, once, when nothing is added any more."""
+        if not self._finished:
+            self._finished = True
+            self.metrics.ended(self.trajectory, self.branches.leaves)
+
+    def _warn_of_leaves(self) -> None:
+        if self.branches.leaves <= MANY_LEAVES or self._warned_of_leaves:
+            return
+        self._warned_of_leaves = True
+        forks = self.branches.forks
+        logger.warning(
+            "key %s: this rollout has more than %d leaves, each of which is trained with a context "
+            "of its own; it forked for these reasons: %s. What helps is in docs/agents.md, "
+            '"Keeping to one leaf"%s',
+            self.id,
+            MANY_LEAVES,
+            ", ".join(f"{reason} ({count} times)" for reason, count in forks.most_common()),
+            "; against thinking, turnleaf.history.thinking_retention" * bool(forks["thinking"]),
+        )
 
     def outlived(self, now: float) -> bool:
         """Whether nobody can be expected to collect the trajectory any more."""
@@ -90,7 +174,8 @@ class Record:
 class Keys:
     """Issues keys and finds what they name. Secrets are held as digests only.
 
-    retry_grace: seconds for which a turn whose connection was lost waits for a retry.
+    retry_grace: seconds for which a turn whose connection was lost waits for a retry. limits: of
+    each key.
     """
 
     def __init__(
@@ -99,12 +184,16 @@ class Keys:
         *,
         thinking_retention: ThinkingRetention = "template",
         retry_grace: float = RETRY_GRACE,
+        limits: Limits | None = None,
     ) -> None:
         self._client_reasoning = client_reasoning
         self._thinking_retention = thinking_retention
         self._retry_grace = retry_grace
+        self._limits = limits or Limits()
         self._records: dict[str, Record] = {}
         self._by_secret: dict[bytes, Record] = {}
+        self.metrics = Metrics()
+        self.metrics.watch(keys_open=self._count_open, in_flight=self._count_calls)
 
     def __contains__(self, key_id: str) -> bool:
         """Whether the key's trajectory can still be collected."""
@@ -124,6 +213,8 @@ class Keys:
             expires_at=time.monotonic() + expires_in,
             history=History(self._client_reasoning, self._thinking_retention),
             asked=AskedTurns(self._retry_grace),
+            metrics=self.metrics,
+            limits=self._limits,
         )
         self._records[record.id] = record
         self._by_secret[_digest(secret)] = record
@@ -184,14 +275,24 @@ class Keys:
             for call in record.calls:
                 logger.warning("key %s: a call did not end in time and was cut", record.id)
                 call.scope.cancel()
+            record.finish()
 
     def _forget_outlived(self) -> None:
         now = time.monotonic()
         outlived = {key_id for key_id, record in self._records.items() if record.outlived(now)}
         if not outlived:
             return
+        for key_id in outlived:
+            self._records[key_id].finish()
         self._records = {k: r for k, r in self._records.items() if k not in outlived}
         self._by_secret = {d: r for d, r in self._by_secret.items() if r.id not in outlived}
+
+    def _count_open(self) -> int:
+        now = time.monotonic()
+        return sum(now <= record.expires_at for record in self._by_secret.values())
+
+    def _count_calls(self) -> int:
+        return sum(len(record.calls) for record in self._records.values())
 
 
 def _digest(secret: str) -> bytes:

@@ -9,6 +9,7 @@ import numpy as np
 
 from turnleaf.core import ContractError, EngineError
 from turnleaf.gateway.engines import (
+    EngineRefused,
     EngineRequest,
     ReplayMissing,
     SGLangEngine,
@@ -44,9 +45,10 @@ async def check_replay(
             "was to show whether it sends replay data"
         ) from None
     except EngineError as error:
+        said = f": {error.said}" if isinstance(error, EngineRefused) else ""
         raise ContractError(
             f"the engine at {engine.address} failed the call that was to show whether it sends "
-            f"replay data: {error}"
+            f"replay data: {error}{said}"
         ) from None
     if not missing:
         return

@@ -23,6 +23,7 @@ from turnleaf.gateway.engines import (
     ContinuingEngine,
     Engine,
     EngineLost,
+    EngineRefused,
     EngineReply,
     EngineRequest,
     EngineUnavailable,
@@ -118,8 +119,8 @@ class Turns:
         """Build the prompt of a request.
 
         Raises RequestError: 400 for messages that cannot be rendered, for a prompt that leaves no
-        room in the context and for constraints that are refused, 401 when the call is ended
-        meanwhile.
+        room in the context or the rollout's limits and for constraints that are refused, 401 when
+        the call is ended meanwhile.
         """
         indices = record.take_indices(request.n)
         if request.parse_calls and not self._renderer.can_parse_calls:
@@ -208,9 +209,7 @@ class Turns:
     def deliver(self, record: Record, *turn_ids: str) -> None:
         """The agent has the turns' replies."""
         for turn_id in turn_ids:
-            if record.trajectory.turn(turn_id).excluded == "undelivered":
-                record.trajectory.exclude(turn_id, None)
-                record.asked.deliver(turn_id)
+            record.deliver(turn_id)
 
     async def _sample_one(
         self, record: Record, prepared: Prepared, at: int, call: Call, tell: Tell | None
@@ -223,17 +222,18 @@ class Turns:
         reply = await self._generate(record, prepared, at, call, sampling, experts, telling)
         engine_seconds = time.monotonic() - began
         turn = self._turn(record, prepared, at, reply, call, engine_seconds, experts)
-        record.trajectory.add(turn)
+        record.add(turn, call)
         if call.stop.is_set():
             raise ended()
-        choice = self._choice(prepared, at, reply, telling)
-        record.history.record(
+        choice = self._choice(record, prepared, at, reply, telling)
+        repeated = record.history.record(
             prepared.conversation,
             prepared.match,
             choice.message,
             turn.id,
             shows_reasoning=prepared.shows_reasoning,
         )
+        record.branches.note(turn.id, prepared.conversation, prepared.match, repeated=repeated)
         return choice, reply.cached_tokens
 
     async def _prompt(
@@ -292,7 +292,12 @@ class Turns:
                 code="context_length_exceeded",
                 param="messages",
             )
-        limits = [room, request.max_tokens, record.sampling.get("max_new_tokens")]
+        limits = [
+            room,
+            request.max_tokens,
+            record.sampling.get("max_new_tokens"),
+            record.limits.tokens_left(record.sampled_tokens, choices=request.n),
+        ]
         return min(limit for limit in limits if limit is not None)
 
     def _sampling(self, record: Record, prepared: Prepared) -> dict[str, Any]:
@@ -356,8 +361,9 @@ class Turns:
             ) from None
         except EngineError as error:
             logger.error("key %s: %s", record.id, error)
+            said = f": {error.said}" if isinstance(error, EngineRefused) else ""
             # A lasting refusal: clients do not try a 424 again.
-            raise RequestError(424, str(error), code="engine_refused") from None
+            raise RequestError(424, f"{error}{said}", code="engine_refused") from None
 
     def _turn(
         self,
@@ -407,7 +413,12 @@ class Turns:
         return Telling(tell, reader, at, prepared.turn_ids[at])
 
     def _choice(
-        self, prepared: Prepared, at: int, reply: EngineReply, telling: Telling | None
+        self,
+        record: Record,
+        prepared: Prepared,
+        at: int,
+        reply: EngineReply,
+        telling: Telling | None,
     ) -> Choice:
         request = prepared.request
         if telling is not None:
@@ -421,6 +432,7 @@ class Turns:
                 prompt=prepared.prompt,
             )
         if parsed.malformed:
+            record.metrics.malformed(parsed.malformed)
             turn_id = prepared.turn_ids[at]
             logger.info("turn %s: %d tool calls were malformed", turn_id, parsed.malformed)
         finish_reason: str = reply.finish_reason
@@ -445,12 +457,12 @@ class Turns:
         self, record: Record, request: ChatRequest, constraint: Mapping[str, Any] | None
     ) -> None:
         asked = [
-            name
-            for name, value in request.ignored.items()
-            if name not in record.warned and record.sampling.get(name) != value
+            name for name, value in request.ignored.items() if record.sampling.get(name) != value
         ]
         if constraint is None:
-            asked += [name for name in request.constraints.fields if name not in record.warned]
+            asked += request.constraints.fields
+        record.metrics.ignored(asked)
+        asked = [name for name in asked if name not in record.warned]
         if asked:
             record.warned.update(asked)
             logger.info(

@@ -7,11 +7,14 @@ from typing import Any, Self
 import attrs
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from turnleaf.gateway._metrics import Metrics
+
 __all__ = ["Refusal", "Requests", "Watched"]
 
 KINDS = 50
 """How many kinds of refusals are told apart; those of further kinds are not counted."""
 _EXCERPT = 500
+_STREAMED_ERROR = b'data: {"error":'
 
 
 @attrs.frozen
@@ -53,6 +56,7 @@ class Watched:
     """An ASGI app of which it is known what was asked; requests with unknown keys count, too."""
 
     _app: ASGIApp
+    _metrics: Metrics
     _total: int = 0
     _refused: Counter[Refusal] = attrs.Factory(Counter)
 
@@ -66,19 +70,28 @@ class Watched:
             await self._app(scope, receive, send)
             return
         self._total += 1
-        status = 0
+        status: int | None = None
+        code = ""
 
         async def watching(message: Message) -> None:
-            nonlocal status
+            nonlocal status, code
+            body = message.get("body", b"")
             if message["type"] == "http.response.start":
                 status = message["status"]
-            elif status >= 400:
-                # Errors are sent whole.
-                self._note(_refusal(status, message.get("body", b"")))
-                status = 0
+            elif status is not None and body and not code:
+                # Errors are sent whole, also at the end of a stream that began well.
+                if status >= 400:
+                    refusal = _refusal(status, body)
+                    self._note(refusal)
+                    code = refusal.code or "unknown"
+                elif body.startswith(_STREAMED_ERROR):
+                    code = _refusal(status, body.removeprefix(b"data: ")).code or "unknown"
             await send(message)
 
-        await self._app(scope, receive, watching)
+        try:
+            await self._app(scope, receive, watching)
+        finally:
+            self._metrics.answered(status, code)
 
     def _note(self, refusal: Refusal) -> None:
         if refusal in self._refused or len(self._refused) < KINDS:

@@ -10,13 +10,16 @@ from typing import get_args
 
 import anyio
 
-from turnleaf.core import ContractError, EngineError, Purpose
+from turnleaf.core import ContractError, EngineError, Purpose, described
 from turnleaf.gateway._agents_app import agents_app
 from turnleaf.gateway._child import announce, announce_error, read_config, until_stdin_closes
 from turnleaf.gateway._config import ANY_ADDRESS, PORTS, WorkerConfig, routable_address
 from turnleaf.gateway._control_app import control_app
 from turnleaf.gateway._keys import Keys
+from turnleaf.gateway._logs import set_up_logs
+from turnleaf.gateway._metrics_app import metrics_app
 from turnleaf.gateway._probe import check_replay
+from turnleaf.gateway._readiness import Readiness
 from turnleaf.gateway._serving import BACKLOG, served
 from turnleaf.gateway._turns import Turns
 from turnleaf.gateway._watched import Watched
@@ -30,12 +33,9 @@ logger = logging.getLogger(__name__)
 
 def main() -> int:
     """Run a worker until its standard input ends; returns the exit code."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
         config = WorkerConfig.from_mapping(read_config())
+        set_up_logs(config.log_format)
         renderer = Renderer.load(
             config.model,
             template_arguments=config.template_arguments,
@@ -47,6 +47,10 @@ def main() -> int:
     except ContractError as error:
         announce_error(str(error))
         return 2
+    except Exception as error:
+        # Out of the start or the servers, where no message is quoted.
+        logger.exception("the worker failed: %s", described(error))
+        return 1
     return 0
 
 
@@ -61,6 +65,10 @@ async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
                 routed_experts_shape=config.routed_experts_shape,
                 top_p_ids=config.expect_top_p_ids,
             )
+        # Before the agents' port is chosen, which may be any of a range.
+        metrics_socket = None
+        if config.metrics_port is not None:
+            metrics_socket = stack.enter_context(_listen_for_metrics(config))
         agents_socket = stack.enter_context(listen(config.host, config.port))
         control_socket = stack.enter_context(listen(config.control_host, 0))
         base_url = _base_url(config, agents_socket.getsockname()[1])
@@ -68,6 +76,7 @@ async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
             config.client_reasoning,
             thinking_retention=config.thinking_retention,
             retry_grace=config.retry_grace,
+            limits=config.limits,
         )
         turns = Turns(
             renderer,
@@ -77,10 +86,16 @@ async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
             constraints=config.constraints,
         )
         model_id = config.model_id or Path(config.model).name
-        agents = Watched(agents_app(keys, turns, model_id=model_id))
-        control = control_app(keys, engine, agents, base_url=base_url, token=config.control_token)
+        agents = Watched(agents_app(keys, turns, model_id=model_id), keys.metrics)
+        readiness = Readiness(engine)
+        control = control_app(
+            keys, readiness, agents, base_url=base_url, token=config.control_token
+        )
         await stack.enter_async_context(served(agents, agents_socket))
         await stack.enter_async_context(served(control, control_socket))
+        if metrics_socket is not None:
+            watchers = metrics_app(keys.metrics, readiness)
+            await stack.enter_async_context(served(watchers, metrics_socket))
         control_host, control_port = control_socket.getsockname()[:2]
         control_url = f"http://{_bracketed(control_host)}:{control_port}"
         announce({"version": 1, "base_url": base_url, "control_url": control_url})
@@ -114,6 +129,17 @@ def listen(host: str, port: int) -> Iterator[socket.socket]:
         f"ports {port} to {last} on {host} are all in use: set gateway_port to the start of a free "
         "range, or to 0 for any free port"
     )
+
+
+def _listen_for_metrics(config: WorkerConfig) -> socket.socket:
+    assert config.metrics_port is not None  # noqa: S101
+    try:
+        return _bind(config.host, config.metrics_port)
+    except OSError as error:
+        raise ContractError(
+            f"turnleaf.metrics_port {config.metrics_port}: cannot listen there on "
+            f"{config.host!r} ({error.strerror}); name a free port, or null"
+        ) from None
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -56,6 +56,7 @@ async def demo_services(
                     engine_url=engine.ready["url"],
                     model=str(checkpoint),
                     model_id=MODEL_ID,
+                    log_format="text",  # a person reads along
                     control_token=secrets.token_urlsafe(32),
                     port=0,
                     max_context_tokens=recipe.positions,

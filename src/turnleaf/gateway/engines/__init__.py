@@ -3,6 +3,7 @@
 from turnleaf.gateway.engines._base import (
     Engine,
     EngineLost,
+    EngineRefused,
     EngineReply,
     EngineRequest,
     EngineUnavailable,
@@ -19,6 +20,7 @@ __all__ = [
     "ContinuingEngine",
     "Engine",
     "EngineLost",
+    "EngineRefused",
     "EngineReply",
     "EngineRequest",
     "EngineUnavailable",

@@ -19,6 +19,7 @@ from turnleaf.core import (
 __all__ = [
     "Engine",
     "EngineLost",
+    "EngineRefused",
     "EngineReply",
     "EngineRequest",
     "EngineUnavailable",
@@ -32,6 +33,17 @@ __all__ = [
 
 class EngineUnavailable(EngineError):
     """The engine could not be reached, or kept failing for the whole retry budget."""
+
+
+class EngineRefused(EngineError):
+    """The engine refused the call (4xx), as it would again.
+
+    said: its own words. They may quote the request, so that they are for who asked, not for logs.
+    """
+
+    def __init__(self, message: str, said: str) -> None:
+        super().__init__(message)
+        self.said = said
 
 
 class UntrustedReply(EngineError):
@@ -138,7 +150,7 @@ class Engine(Protocol):
         unless a stream had brought some of it.
         Cancellation does the same and drops the reply.
 
-        Raises EngineUnavailable, UntrustedReply or EngineLost.
+        Raises EngineRefused, EngineUnavailable, UntrustedReply or EngineLost.
         """
         ...
 

@@ -112,6 +112,9 @@ async def read_body(
 
 def describe(error: BaseException | None) -> str:
     """An error in one line; some have no text."""
+    # These quote what an engine sent that does not speak HTTP.
+    if isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError):
+        return type(error).__name__
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

@@ -11,6 +11,7 @@ import anyio
 from turnleaf.core import EngineError, SettingsError
 from turnleaf.gateway.engines._base import (
     EngineLost,
+    EngineRefused,
     EngineReply,
     EngineRequest,
     EngineUnavailable,
@@ -82,7 +83,7 @@ class SGLangEngine:
     ) -> EngineReply:
         """Sample one completion; see `Engine.generate`.
 
-        Raises EngineError itself when the engine refuses the request (4xx).
+        Raises EngineRefused for a 4xx.
         """
         give_up_at = math.inf
         attempt = 0
@@ -241,10 +242,10 @@ class SGLangEngine:
         )
 
     def _failure(self, status: int, said: str) -> Exception:
-        said = f"it answers {status}: {said}"
         if status in _PASSING or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            return _PassingFailureError(said)
-        return EngineError(f"the engine refuses the call: {said}")
+            # Its words may quote the request, which no log may hold; its own log has them.
+            return _PassingFailureError(f"it answers {status}")
+        return EngineRefused(f"the engine refuses the call: it answers {status}", said)
 
 
 def _address(url: str) -> str:

@@ -20,8 +20,6 @@ def shown(value: Any) -> str:
     """A short form of a value: a reply may be long, and its text is not for logs."""
     if isinstance(value, bool | int | float) or value is None:
         return repr(value)
-    if isinstance(value, str) and len(value) <= 20:
-        return repr(value)
     return f"a {type(value).__name__}"
 
 
