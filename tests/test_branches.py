@@ -123,7 +123,7 @@ async def test_above_eight_leaves_there_is_one_warning(caplog: pytest.LogCapture
                 await ask(stack, key, [user("question 0")])
         (warning,) = caplog.records
         assert "more than 8 leaves" in warning.message
-        assert "new (7 times), resampled (1 times)" in warning.message
+        assert "7 × new, 1 × resampled" in warning.message
         assert "docs/agents.md" in warning.message
         assert "thinking_retention" not in warning.message
         await stack.close(key)

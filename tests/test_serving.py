@@ -9,6 +9,7 @@ import pytest
 from anyio.abc import SocketStream
 from starlette.types import Receive, Scope, Send
 
+from tests.waiting import until
 from turnleaf.gateway import _bounded_http
 from turnleaf.gateway._serving import served
 
@@ -62,6 +63,34 @@ async def test_a_head_without_end_is_cut_off(port: int, head: bytes) -> None:
                 await stream.send(b"z: " + b"z" * 65_000)
                 sent += 65_000
         assert sent < 100 * _bounded_http.HEAD_LIMIT
+
+
+async def test_a_reply_that_nobody_reads_ends_its_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_bounded_http, "READ_TIMEOUT", 0.2)
+    size, done = 16 * 2**20, anyio.Event()
+
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"%d" % size)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(size)})
+        done.set()
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    async with (
+        served(large, listening),
+        await anyio.connect_tcp("127.0.0.1", port) as stream,
+    ):
+        await stream.send(b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n")
+        await done.wait()
+        await until(lambda: "took too long to read" in caplog.text)
+        received = 0
+        with contextlib.suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+            while True:
+                received += len(await stream.receive(2**20))
+        assert received < size
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n"])

@@ -159,7 +159,7 @@ class Record:
             '"Keeping to one leaf"%s',
             self.id,
             MANY_LEAVES,
-            ", ".join(f"{reason} ({count} times)" for reason, count in forks.most_common()),
+            ", ".join(f"{count} × {reason}" for reason, count in forks.most_common()),
             "; against thinking, turnleaf.history.thinking_retention" * bool(forks["thinking"]),
         )
 
@@ -175,7 +175,7 @@ class Keys:
     """Issues keys and finds what they name. Secrets are held as digests only.
 
     retry_grace: seconds for which a turn whose connection was lost waits for a retry. limits: of
-    each key.
+    each key. metrics: what is counted of all keys.
     """
 
     def __init__(

@@ -68,7 +68,9 @@ async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
         # Before the agents' port is chosen, which may be any of a range.
         metrics_socket = None
         if config.metrics_port is not None:
-            metrics_socket = stack.enter_context(_listen_for_metrics(config))
+            metrics_socket = stack.enter_context(
+                _listen_for_metrics(config.host, config.metrics_port)
+            )
         agents_socket = stack.enter_context(listen(config.host, config.port))
         control_socket = stack.enter_context(listen(config.control_host, 0))
         base_url = _base_url(config, agents_socket.getsockname()[1])
@@ -131,14 +133,13 @@ def listen(host: str, port: int) -> Iterator[socket.socket]:
     )
 
 
-def _listen_for_metrics(config: WorkerConfig) -> socket.socket:
-    assert config.metrics_port is not None  # noqa: S101
+def _listen_for_metrics(host: str, port: int) -> socket.socket:
     try:
-        return _bind(config.host, config.metrics_port)
+        return _bind(host, port)
     except OSError as error:
         raise ContractError(
-            f"turnleaf.metrics_port {config.metrics_port}: cannot listen there on "
-            f"{config.host!r} ({error.strerror}); name a free port, or null"
+            f"turnleaf.metrics_port {port}: cannot listen there on {host!r} ({error.strerror}); "
+            "name a free port, or null"
         ) from None
 
 
