@@ -29,9 +29,9 @@ Loss = Literal["probe", "unanswered", "aborted", "miscounted", "retried"]
 
 probe: a starting worker asked for it, to see whether replay data comes; it is no rollout's.
 unanswered: the call was cut before an answer left the engine; of a stream that broke off, what
-nobody received. aborted: it was ended by an abort,
-and nobody waited for the part. miscounted: its reply was refused, since what it says does not fit.
-retried: its reply did not arrive, and a later attempt became the turn.
+nobody received. aborted: it was ended by an abort, and nobody waited for the part. miscounted: its
+reply was refused, since what it says does not fit. retried: its reply did not arrive, and a later
+attempt became the turn.
 """
 
 
@@ -80,13 +80,15 @@ def compare(entries: Iterable[LedgerEntry], trajectories: Iterable[Trajectory]) 
             attempts = calls.pop(turn.id, [])
             calls_of_turn = _recorded(turn, attempts)
             for entry in attempts:
-                if unrecorded := len(entry.output_ids) - _count(entry, calls_of_turn):
+                taken = [part for call, part in calls_of_turn if call is entry]
+                unrecorded = len(entry.output_ids) - sum(len(part.output_ids) for part in taken)
+                if unrecorded:
                     lost[_loss(entry) or "retried"] += unrecorded
             if not calls_of_turn:
                 if len(turn.output):
                     problems.append(f"turn {turn.id}: no answered engine call sampled its output")
                 continue
-            recorded = _as_one(calls_of_turn)
+            recorded = _as_one([part for _, part in calls_of_turn])
             problems += _turn_problems(trajectory, turn, recorded)
             if turn.excluded is None:
                 to_train.append(recorded)
@@ -125,32 +127,28 @@ def _loss(entry: LedgerEntry) -> Loss | None:
     return None
 
 
-def _recorded(turn: Turn, attempts: list[LedgerEntry]) -> list[LedgerEntry]:
-    """The calls that the turn was recorded from, in their order: one, unless it was interrupted.
+def _recorded(turn: Turn, attempts: list[LedgerEntry]) -> list[tuple[LedgerEntry, LedgerEntry]]:
+    """The calls that the turn was recorded from, in their order: one, unless it was interrupted;
+    and beside each what was recorded of it: all, or what a stream told before it broke off.
 
     Found from the end: of the calls that could be trusted, the one whose output ends where the turn
     does, then the one that ends where that began. Of several, what the turn says, else the last.
-    Of a stream that broke off, a beginning may have been recorded that was told.
     """
-    usable = [entry for entry in attempts if _loss(entry) in (None, "aborted")]
+    usable = [(entry, entry) for entry in attempts if _loss(entry) in (None, "aborted")]
     if not len(turn.output):
-        return [entry for entry in usable[-1:] if entry.finish != "abort"]
-    found: list[LedgerEntry] = []
+        return [pair for pair in usable[-1:] if pair[0].finish != "abort"]
+    found: list[tuple[LedgerEntry, LedgerEntry]] = []
     end, prompt_end = turn.end, turn.end - len(turn.output)
     while end > prompt_end:
         said = turn.output[: end - prompt_end]
-        whole = [entry for entry in usable if _span(entry).stop == end]
-        whole.sort(key=lambda entry: _ends_with(said, entry))
-        if whole and _ends_with(said, whole[-1]):
-            here = whole[-1]
-        else:
-            begun = [cut for entry in attempts if (cut := _told_until(entry, end)) is not None]
-            begun = [cut for cut in begun if _ends_with(said, cut)]
-            if not (begun or whole):
-                break
-            here = (begun or whole)[-1]
-        found.insert(0, here)
-        end = _span(here).start
+        begun = [(entry, part) for entry in attempts if (part := _told_until(entry, end))]
+        here = [pair for pair in begun if _ends_with(said, pair[1])]
+        here += [pair for pair in usable if _span(pair[0]).stop == end]
+        if not here:
+            break
+        here.sort(key=lambda pair: _ends_with(said, pair[1]))
+        found.insert(0, here[-1])
+        end = _span(here[-1][1]).start
     return found or usable[-1:]
 
 
@@ -179,11 +177,6 @@ def _told_until(entry: LedgerEntry, end: int) -> LedgerEntry | None:
         top_p_ids=None,
         routed_experts=None,
     )
-
-
-def _count(entry: LedgerEntry, recorded: list[LedgerEntry]) -> int:
-    """How many tokens of the call are among those recorded."""
-    return sum(len(call.output_ids) for call in recorded if call.rid == entry.rid)
 
 
 def _as_one(entries: list[LedgerEntry]) -> LedgerEntry:
