@@ -326,12 +326,15 @@ def broken_off(told: int) -> LedgerEntry:
     return entry_of("first.0.0", [1, 2], [3, 4, 5, 6], answered=False, told=told)
 
 
+@pytest.mark.parametrize("answered", [False, True])
 @pytest.mark.parametrize("recorded", [1, 2])
-def test_of_a_stream_that_broke_off_a_beginning_may_be_recorded(recorded: int) -> None:
+def test_of_a_stream_that_broke_off_a_beginning_may_be_recorded(
+    recorded: int, answered: bool
+) -> None:
     """And a later call behind it, which an engine interrupted, and one that ended."""
     before = [1, 2, 3, 4, 5, 6][: 2 + recorded]
     parts = [
-        broken_off(told=2),
+        attrs.evolve(broken_off(told=2), answered=answered),
         entry_of("first.1.0", before, [8, 8], answered=False),
         entry_of("first.1.1", before, [7], finish="abort"),
         entry_of("first.2.0", [*before, 7], [9]),
@@ -349,7 +352,10 @@ def test_of_a_stream_that_broke_off_a_beginning_may_be_recorded(recorded: int) -
     report = compare(parts, [Trajectory([turn])])
     report.raise_for_problems()
     assert report.trained == recorded + 2
-    assert report.lost == {"unanswered": 6 - recorded}
+    rest = 4 - recorded
+    assert report.lost == (
+        {"retried": rest, "unanswered": 2} if answered else {"unanswered": rest + 2}
+    )
 
 
 @pytest.mark.parametrize(
@@ -368,6 +374,12 @@ def test_of_a_stream_that_broke_off_nothing_else_may_be_recorded(
     fields = {"finish_reason": "abort", "excluded": "aborted"} | changes
     report = compare([entry], [Trajectory([turn_from(FIRST, 0, **fields)])])
     assert any(problem in found for found in report.problems)
+
+
+def test_of_a_stream_that_was_answered_no_beginning_is_the_end_of_a_turn() -> None:
+    entry = attrs.evolve(broken_off(told=2), turn_id="first", answered=True)
+    turn = turn_from(FIRST, 0, finish_reason="abort", excluded="aborted")
+    assert compare([entry], [Trajectory([turn])]).problems
 
 
 @pytest.mark.anyio

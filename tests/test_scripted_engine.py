@@ -582,7 +582,7 @@ async def test_a_stream_has_sglangs_shape(
     one_by_one = events_of(await generate(http, url, {**body_for(), "stream": True}))
     counts = [event["meta_info"]["completion_tokens"] for event in one_by_one]
     assert counts == [1, 2, 3]
-    assert [(entry.answered, entry.told) for entry in engine.ledger] == [(True, 0)] * 2
+    assert [(entry.answered, entry.told) for entry in engine.ledger] == [(True, 2)] * 2
 
 
 async def test_a_stream_that_breaks_off_was_told_so_many_tokens(

@@ -129,7 +129,8 @@ def _loss(entry: LedgerEntry) -> Loss | None:
 
 def _recorded(turn: Turn, attempts: list[LedgerEntry]) -> list[tuple[LedgerEntry, LedgerEntry]]:
     """The calls that the turn was recorded from, in their order: one, unless it was interrupted;
-    and beside each what was recorded of it: all, or what a stream told before it broke off.
+    and beside each what was recorded of it: all, or what a stream told before it broke off. One
+    that the engine did answer may have broken on the way, if another call went on behind it.
 
     Found from the end: of the calls that could be trusted, the one whose output ends where the turn
     does, then the one that ends where that began. Of several, what the turn says, else the last.
@@ -141,7 +142,8 @@ def _recorded(turn: Turn, attempts: list[LedgerEntry]) -> list[tuple[LedgerEntry
     end, prompt_end = turn.end, turn.end - len(turn.output)
     while end > prompt_end:
         said = turn.output[: end - prompt_end]
-        begun = [(entry, part) for entry in attempts if (part := _told_until(entry, end))]
+        told = [entry for entry in attempts if not (entry.answered and end == turn.end)]
+        begun = [(entry, part) for entry in told if (part := _told_until(entry, end))]
         here = [pair for pair in begun if _ends_with(said, pair[1])]
         here += [pair for pair in usable if _span(pair[0]).stop == end]
         if not here:
@@ -157,9 +159,9 @@ def _ends_with(said: TokenIds, entry: LedgerEntry) -> bool:
 
 
 def _told_until(entry: LedgerEntry, end: int) -> LedgerEntry | None:
-    """Of a stream that broke off, what of it ends there, if it was told; as a call cut there."""
+    """What of a stream ends there, if it was told; as a call that was interrupted there."""
     count = end - _span(entry).start
-    if entry.answered or not 0 < count <= entry.told:
+    if not 0 < count <= entry.told:
         return None
     spans: list[WeightSpan] = []
     for span in entry.weight_versions:

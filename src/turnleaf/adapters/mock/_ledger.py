@@ -46,7 +46,7 @@ class LedgerEntry:
     it arrived. output_ids: int32[n], n > 0. logprobs: float64[n], as they went out.
     weight_versions: which weights sampled which of them; counts sum to n. completion_tokens: how
     many output tokens the reply claimed; n, unless a script lied. answered: whether an answer left
-    the engine. told: of a stream that broke off, how many output tokens its client may have got.
+    the engine. told: of a streamed call, how many output tokens its events held but the last one.
     spoiled: whether a script falsified it. speculation: the counts that went out.
     top_p_ids: those kept at each output token, and routed_experts: int32[p + n - 1, layers, top_k],
     of every position, whichever of them went out; None where they were not asked for, or the

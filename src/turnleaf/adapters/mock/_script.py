@@ -30,10 +30,10 @@ class Reply:
     delay: seconds until the answer. hang: it never comes. Both are ended by an abort, which hands
         out the first `abort_after` ids (by default half of them), and by the client's leaving.
     fail: answer with this HTTP status, and sample nothing.
-    events: of a stream, how many ids each event but the last one holds, as far as there are ids;
-        by default the last one holds one id, and so does each before it.
-    drop: sample, then break the connection. drop_after: the same, behind the stream's events with
-        that many ids, or more if they hold more; an unstreamed call is told nothing.
+    events: of a stream, how many ids each event holds, one by default; the last one holds what is
+        left, at least one id.
+    drop: sample, then break the connection. drop_after: the same, but behind the first events of a
+        stream that hold so many ids or more.
     mismatch: claim one token more than there are log-probabilities. spoil: members of `meta_info`
         that take the place of the true ones, null to leave one out: for replies that nobody may
         trust. Of a stream, both concern the last event.

@@ -1,9 +1,8 @@
 """An engine that samples what a script says, and keeps a ledger of it."""
 
 import zlib
-from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,15 +35,15 @@ from turnleaf.adapters.mock._scripted_sample import (
     drop_after,
     event_ends,
     so_far,
+    stopped,
 )
-from turnleaf.core import ContractError, FinishReason, Speculation, TokenIds, WeightSpan
+from turnleaf.core import ContractError, Speculation, TokenIds, WeightSpan
 from turnleaf.gateway._probe import PROBE
 from turnleaf.gateway.engines import wants_top_p_ids
 
 __all__ = ["ScriptedEngine", "Tokenizer"]
 
 _REMEMBERED_SEQUENCES = 64
-_DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 
 
 class Tokenizer(Protocol):
@@ -131,7 +130,12 @@ class ScriptedEngine:
             return Failure(400, str(error))
         if reply.fail is not None:
             return Failure(reply.fail, f"the script has rollout {call.routing_key!r} fail here")
-        complete = self._stopped(call.sampling, self._scripted(call, reply, number))
+        complete = stopped(
+            self._scripted(call, reply, number),
+            call.sampling,
+            stop_token_id=self._stop_token_id,
+            decode=None if self._tokenizer is None else self._tokenizer.decode,
+        )
         with self._registered(call):
             begun = await self._play(call, reply, complete)
         return self._conclude(call, reply, so_far(call, reply, complete) if begun else NOTHING)
@@ -269,38 +273,6 @@ class ScriptedEngine:
         logprobs = given + [float(value) for value in made_up[len(given) :]]
         return ScriptedSample(ids, logprobs, reply.finish, matched)
 
-    def _stopped(self, sampling: Mapping[str, Any], sample: ScriptedSample) -> ScriptedSample:
-        """The sample up to where the request's own limits end it; SGLang's order of checks."""
-        limit = sampling.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS)
-        stop_ids = {*(sampling.get("stop_token_ids") or ()), self._stop_token_id}
-        stop = sampling.get("stop") or ()
-        ends: list[tuple[int, int, FinishReason, str | int | None]] = []
-        if limit <= len(sample.ids):
-            ends.append((limit, 0, "length", None))
-        for position, token_id in enumerate(sample.ids, start=1):
-            if token_id in stop_ids:
-                ends.append((position, 1, "stop", token_id))
-                break
-        for string in [stop] if isinstance(stop, str) else stop:
-            position = self._tokens_until(sample.ids, string)
-            if position <= len(sample.ids):
-                ends.append((position, 2, "stop", string))
-        if not ends:
-            return sample
-        length, _, finish, matched = min(ends, key=lambda end: end[:2])
-        if length == len(sample.ids) and finish == "stop" == sample.finish:
-            matched = sample.matched
-        return sample.cut(length, finish, matched)
-
-    def _tokens_until(self, ids: list[int], string: str) -> int:
-        """How many tokens it takes until their text holds the string; more than there are if
-        never."""
-        if self._tokenizer is None:
-            return len(ids) + 1
-        decode = self._tokenizer.decode
-        lengths = range(len(ids) + 1)
-        return bisect_left(lengths, True, key=lambda length: string in decode(ids[:length]))
-
     def _conclude(self, call: Call, reply: Reply, sample: ScriptedSample) -> Outcome:
         completion_tokens = len(sample.ids) + reply.mismatch
         answered = not call.gone and drop_after(reply) is None
@@ -324,7 +296,7 @@ class ScriptedEngine:
                     finish=sample.finish,
                     completion_tokens=completion_tokens,
                     answered=answered,
-                    told=0 if answered else call.told,
+                    told=call.told,
                     spoiled=reply.spoil is not None,
                     speculation=speculation,
                     top_p_ids=top_p_ids,

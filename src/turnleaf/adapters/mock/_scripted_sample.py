@@ -1,5 +1,7 @@
 """What a scripted engine samples for a call, and how a stream's events divide it."""
 
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -8,7 +10,9 @@ from turnleaf.adapters.mock._calls import Call
 from turnleaf.adapters.mock._script import Reply
 from turnleaf.core import FinishReason
 
-__all__ = ["NOTHING", "ScriptedSample", "drop_after", "event_ends", "so_far"]
+__all__ = ["NOTHING", "ScriptedSample", "drop_after", "event_ends", "so_far", "stopped"]
+
+_DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 
 
 @attrs.frozen
@@ -33,6 +37,36 @@ class ScriptedSample:
 
 
 NOTHING = ScriptedSample([], [], "abort", None)
+
+
+def stopped(
+    sample: ScriptedSample,
+    sampling: Mapping[str, Any],
+    *,
+    stop_token_id: int | None,
+    decode: Callable[[list[int]], str] | None,
+) -> ScriptedSample:
+    """The sample up to where the request's own limits end it; SGLang's order of checks."""
+    limit = sampling.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS)
+    stop_ids = {*(sampling.get("stop_token_ids") or ()), stop_token_id}
+    stop = sampling.get("stop") or ()
+    ends: list[tuple[int, int, FinishReason, str | int | None]] = []
+    if limit <= len(sample.ids):
+        ends.append((limit, 0, "length", None))
+    for position, token_id in enumerate(sample.ids, start=1):
+        if token_id in stop_ids:
+            ends.append((position, 1, "stop", token_id))
+            break
+    for string in [stop] if isinstance(stop, str) else stop:
+        position = _tokens_until(sample.ids, string, decode)
+        if position <= len(sample.ids):
+            ends.append((position, 2, "stop", string))
+    if not ends:
+        return sample
+    length, _, finish, matched = min(ends, key=lambda end: end[:2])
+    if length == len(sample.ids) and finish == "stop" == sample.finish:
+        matched = sample.matched
+    return sample.cut(length, finish, matched)
 
 
 def so_far(call: Call, reply: Reply, complete: ScriptedSample) -> ScriptedSample:
@@ -67,3 +101,11 @@ def event_ends(reply: Reply, complete: ScriptedSample) -> list[int]:
 def _interrupted_after(reply: Reply, complete: ScriptedSample) -> int:
     half = len(complete.ids) // 2
     return half if reply.abort_after is None else reply.abort_after
+
+
+def _tokens_until(ids: list[int], string: str, decode: Callable[[list[int]], str] | None) -> int:
+    """How many tokens it takes until their text holds the string; more than there are if never."""
+    if decode is None:
+        return len(ids) + 1
+    lengths = range(len(ids) + 1)
+    return bisect_left(lengths, True, key=lambda length: string in decode(ids[:length]))

@@ -214,13 +214,11 @@ class SGLangEngine:
             return stream.reply()
         if isinstance(failure, EngineError):
             raise failure
+        why = "its stream ended before the reply" if failure is None else describe(failure)
         if stream is not None and stream.sampled:
             if not stop.is_set():
                 logger.warning(
-                    "turn %s: its stream broke off after %d tokens (%s)",
-                    request.turn_id,
-                    stream.sampled,
-                    describe(failure),
+                    "turn %s: interrupted after %d tokens: %s", request.turn_id, stream.sampled, why
                 )
                 self._fleet.forget_streaming()
             return stream.reply()
@@ -229,9 +227,7 @@ class SGLangEngine:
         if response is None and stop.is_set():
             raise EngineLost(f"turn {request.turn_id}: stopped, and the engine sent nothing back")
         if response is None:
-            raise _PassingFailureError(
-                "its stream ended before the reply" if failure is None else describe(failure)
-            ) from failure
+            raise _PassingFailureError(why) from failure
         if response.status != HTTPStatus.OK:
             raise self._failure(response.status, error_text(response.body))
         return decode_reply(
