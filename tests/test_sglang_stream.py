@@ -348,6 +348,29 @@ async def test_behind_some_tokens_a_broken_stream_goes_on(scripted_engine: Start
     assert balance(engine, reply) == {"unanswered": 4}
 
 
+async def test_a_router_hands_streams_on_as_they_come_and_as_they_break(
+    scripted_engine: StartEngine,
+) -> None:
+    script = [
+        {"ids": [4, 5, 6], "drop_after": 2},
+        {"ids": [7, 8, 9, 10], "hang": True},
+        {"ids": [11]},
+    ]
+    engine, engine_url = await scripted_engine({"*": script}, streaming="incremental")
+    replies: list[EngineReply] = []
+    async with serve_router([engine_url]) as url, caller(url) as client:
+
+        async def call() -> None:
+            replies.append(await client.turn())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+            await until(lambda: client.ids == [4, 5, 7, 8])
+            engine.abort_all()
+    assert client.told == [[4], [5], [7], [8], [11]]
+    assert balance(engine, replies[0]) == {"unanswered": 1}
+
+
 async def test_a_broken_stream_that_cannot_go_on_is_an_error(scripted_engine: StartEngine) -> None:
     script = [{"ids": [4, 5, 6], "drop_after": 2}, {"fail": 500, "times": 100}]
     engine, url = await scripted_engine({"*": script}, streaming="incremental")
