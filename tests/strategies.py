@@ -517,3 +517,58 @@ harmony_texts = st.sampled_from(
     ]
 )
 """What harmony is made of: meant as a control token, or as text."""
+
+
+THINKING_FRAMES = (
+    *(("", ""), ("", ""), ("<think>\n", "\n</think>\n\n"), ("", "\n</think>\n\n")),
+    *((" <think>", "</think>"), ("<think>\n\n", "\n")),
+)
+HARMONY_FRAMES = (
+    ("", "<|start|>assistant"),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    ("<|channel|>final<|message|>", "<|end|><|start|>assistant"),
+    ("<|channel|>commentary<|message|>", "<|start|>assistant"),
+    ("", ""),
+)
+
+
+@st.composite
+def sampled_fragments(draw: st.DrawFn, call: str) -> list[tuple[str, bool, int | None]]:
+    """Stretches of an output with calls like `call`: their text, whether control tokens in it are
+    meant, and how many of its tokens were sampled; None is all."""
+    pieces = st.one_of(
+        st.just(call),
+        st.builds(
+            lambda at, length, more: call[:at] + more + call[at + length :],
+            st.integers(0, len(call)),
+            st.integers(0, 12),
+            st.sampled_from(["", "", '"', "}", "</tool_call>", "STOP", "日", "\n"]),
+        ),
+        st.sampled_from(["\n", " ", "\n\n", "\n\n\n", " \n", "; ", "\u00a0", "yes", "a\n"]),
+        st.sampled_from(["STO", "STOP", "P", "\nObs", "e", "ee", "<", "|", "<|"]),
+        st.sampled_from(["日本", "🙂", "é", "e\u0301", "{", '{"a": 1}', "\ufffd"]),
+        st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", "</thi", "<tool_"]),
+        st.sampled_from(
+            ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"]
+        ),
+        st.sampled_from(["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|im_end|>"]),
+        st.text(max_size=4),
+    )
+    piece = st.tuples(
+        pieces,
+        st.sampled_from([True, True, True, False]),
+        st.sampled_from([None, None, None, None, 1, 2, 5]),
+    )
+    frames = st.sampled_from(HARMONY_FRAMES if call.startswith("<|") else THINKING_FRAMES)
+    fragments: list[tuple[str, bool, int | None]] = []
+    for opening, closing in draw(st.lists(frames, min_size=1, max_size=4)):
+        inner = draw(st.lists(piece, max_size=4))
+        fragments += [(opening, True, None), *inner, (closing, True, None)]
+    return fragments
+
+
+@st.composite
+def cuts(draw: st.DrawFn, length: int) -> list[int]:
+    """Where a sequence is cut into chunks, its end included."""
+    size = draw(st.sampled_from([1, 1, 2, 5, 1000]))
+    return [*range(size, length, size), length]
