@@ -14,8 +14,8 @@ from starlette.types import Message, Receive, Scope, Send
 from turnleaf.core import wait_for_first
 from turnleaf.gateway._asked import Asked, identity_of
 from turnleaf.gateway._http import bearer, decoded, guarded, json_response, read_body
-from turnleaf.gateway._keys import Call, Keys, Record
-from turnleaf.gateway._turns import Turns, ended
+from turnleaf.gateway._keys import Call, Keys, Record, ended
+from turnleaf.gateway._turns import Turns
 from turnleaf.gateway.protocols import (
     ChatRequest,
     Completion,

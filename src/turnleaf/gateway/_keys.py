@@ -22,7 +22,7 @@ from turnleaf.gateway._limits import Limits
 from turnleaf.gateway._metrics import Metrics
 from turnleaf.gateway.protocols import RequestError
 
-__all__ = ["Call", "Keys", "Record"]
+__all__ = ["Call", "Keys", "Record", "ended"]
 
 logger = logging.getLogger(__name__)
 
@@ -297,6 +297,11 @@ class Keys:
 
 def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+def ended() -> RequestError:
+    """What a call is answered whose key was closed meanwhile."""
+    return _unauthorised("the rollout of this API key has ended")
 
 
 def _unauthorised(message: str) -> RequestError:

@@ -1,35 +1,20 @@
 """One turn: from a chat request to recorded tokens and the reply that they spell."""
 
-import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import anyio
-import anyio.to_thread
-import attrs
-import numpy as np
 
-from turnleaf.core import EngineError, Exclusion, Place, Replay, TokenIds, Turn, TurnTimings
 from turnleaf.gateway._constraints import ConstraintPolicy, constrained_sampling
-from turnleaf.gateway._history import Conversation, Match
 from turnleaf.gateway._http import BODY_LIMIT
-from turnleaf.gateway._keys import Call, Record
+from turnleaf.gateway._keys import Call, Record, ended
+from turnleaf.gateway._prompts import Prompts
 from turnleaf.gateway._replies import Tell, Telling, message_of
-from turnleaf.gateway.engines import (
-    ContinuingEngine,
-    Engine,
-    EngineLost,
-    EngineRefused,
-    EngineReply,
-    EngineRequest,
-    EngineUnavailable,
-    UntrustedReply,
-    WantedExperts,
-)
+from turnleaf.gateway._sampler import Prepared, Sampler
+from turnleaf.gateway.engines import Engine, EngineReply
 from turnleaf.gateway.protocols import (
     ChatRequest,
     Choice,
@@ -38,50 +23,14 @@ from turnleaf.gateway.protocols import (
     TokenLogprob,
     not_supported,
 )
-from turnleaf.gateway.rendering import Rendered, Renderer, RenderError
+from turnleaf.gateway.rendering import Renderer, RenderError
 
-__all__ = ["Prepared", "Turns", "ended"]
+__all__ = ["Turns"]
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
 BYTES_PER_TOKEN = 64
 """Bytes of a request's body for each token of context: what no sensible history needs."""
-LONG_TEXT = 20_000
-"""Bytes of messages from which on they are rendered in a thread, not on the event loop."""
-RETRY_AFTER = 2
-"""Seconds that a client is told to wait while the engine has trouble."""
-
-
-@attrs.frozen(eq=False)
-class Prepared:
-    """A request whose prompt is built.
-
-    turn_ids, indices: of the turns that are to be sampled from it. started: Unix time. began: the
-    same moment by `time.monotonic`. prompt: int32[n], the whole prompt. shows_reasoning: it holds
-    reasoning of earlier messages. max_new_tokens: the least of the agent's, the trainer's and what
-    the context leaves. constraint: sampling parameters that mask what is sampled; None when nothing
-    does.
-    """
-
-    turn_ids: tuple[str, ...]
-    indices: range
-    started: float
-    began: float
-    request: ChatRequest
-    trained: bool
-    conversation: Conversation
-    match: Match | None
-    prompt: TokenIds
-    shows_reasoning: bool
-    max_new_tokens: int
-    constraint: Mapping[str, Any] | None
-
-    @property
-    def id(self) -> str:
-        """What the agent is told of it."""
-        return self.turn_ids[0]
 
 
 class Turns:
@@ -102,11 +51,10 @@ class Turns:
         constraints: ConstraintPolicy = "hint",
     ) -> None:
         self._renderer = renderer
-        self._engine = ContinuingEngine(engine)
+        self._prompts = Prompts(renderer)
+        self._sampler = Sampler(engine, routed_experts_shape)
         self._max_context_tokens = max_context_tokens
-        self._experts_shape = routed_experts_shape
         self._constraints = constraints
-        self._one_at_a_time = anyio.Lock()
 
     @property
     def body_limit(self) -> int:
@@ -143,7 +91,7 @@ class Turns:
         if match is not None:
             self.deliver(record, match.turn_id)  # what the agent sends back, it has received
         try:
-            prompt = await self._prompt(record, request, call, conversation, match)
+            prompt = await self._prompts.build(record, request, call, conversation, match)
         except RenderError as error:
             raise RequestError(
                 400, f"messages: {error}", code="invalid_value", param="messages"
@@ -215,13 +163,16 @@ class Turns:
         self, record: Record, prepared: Prepared, at: int, call: Call, tell: Tell | None
     ) -> tuple[Choice, int]:
         """Sample one of the turns: its reply, and how many tokens the engine had cached."""
-        began = time.monotonic()
-        experts = self._wanted_experts(record, prepared.prompt)
-        sampling = self._sampling(record, prepared)
+        sampling = self._sampler.parameters(record, prepared)
         telling = None if tell is None else self._telling(prepared, at, sampling, tell)
-        reply = await self._generate(record, prepared, at, call, sampling, experts, telling)
-        engine_seconds = time.monotonic() - began
-        turn = self._turn(record, prepared, at, reply, call, engine_seconds, experts)
+        turn, reply = await self._sampler.sample(
+            record,
+            prepared,
+            at,
+            call,
+            sampling=sampling,
+            on_tokens=None if telling is None else telling.take,
+        )
         record.add(turn, call)
         if call.stop.is_set():
             raise ended()
@@ -235,51 +186,6 @@ class Turns:
         )
         record.branches.note(turn.id, prepared.conversation, prepared.match, repeated=repeated)
         return choice, reply.cached_tokens
-
-    async def _prompt(
-        self,
-        record: Record,
-        request: ChatRequest,
-        call: Call,
-        conversation: Conversation,
-        match: Match | None,
-    ) -> Rendered:
-        if match is not None:
-            added = await self._added(record, request, call, match)
-            if added is not None:
-                path = record.trajectory.tokens_through(match.turn_id)
-                shows_reasoning = match.carries_reasoning or added.shows_reasoning
-                return Rendered(np.concatenate([path, added.ids]), shows_reasoning)
-        messages = conversation.messages if match is None else [*match.past(), *match.new]
-        render = partial(self._renderer.render, messages, request.tools, clock=record.clock)
-        return await self._off_loop(call, conversation.size, render)
-
-    async def _added(
-        self, record: Record, request: ChatRequest, call: Call, match: Match
-    ) -> Rendered | None:
-        """What follows the matched turn's tokens; None when its path must be rendered anew."""
-        # The renderer can tell what becomes of reasoning only where a user has spoken.
-        if match.may_lose_reasoning and not match.asked:
-            return None
-        extend = partial(
-            self._renderer.extend,
-            match.reply,
-            record.trajectory.turn(match.turn_id).output,
-            match.new,
-            request.tools,
-            reasoning=match.may_lose_reasoning,
-            clock=record.clock,
-        )
-        return await self._off_loop(call, match.new_size, extend)
-
-    async def _off_loop(self, call: Call, size: int, render: Callable[[], Result]) -> Result:
-        """Render a text of about `size` bytes, apart from the event loop if it is long."""
-        if size < LONG_TEXT:
-            return render()
-        async with self._one_at_a_time:
-            if call.stop.is_set():  # nobody waits for it any more
-                raise ended()
-            return await anyio.to_thread.run_sync(render)
 
     def _max_new_tokens(self, record: Record, request: ChatRequest, prompt_tokens: int) -> int:
         room = self._max_context_tokens - prompt_tokens
@@ -299,108 +205,6 @@ class Turns:
             record.limits.tokens_left(record.sampled_tokens, choices=request.n),
         ]
         return min(limit for limit in limits if limit is not None)
-
-    def _sampling(self, record: Record, prepared: Prepared) -> dict[str, Any]:
-        sampling = {**record.sampling, **(prepared.constraint or {})}
-        sampling["max_new_tokens"] = prepared.max_new_tokens
-        seed = sampling.get("sampling_seed")
-        if seed is not None:
-            # Equal prompts and equal seeds would be equal replies.
-            digest = hashlib.blake2b(prepared.prompt.tobytes(), digest_size=16).digest()
-            sampling["sampling_seed"] = seed + record.sampled_from[digest]
-            record.sampled_from[digest] += 1
-        stop = sampling.get("stop") or []
-        stop = [*([stop] if isinstance(stop, str) else stop), *prepared.request.stop]
-        if stop:
-            sampling["stop"] = stop
-        return sampling
-
-    def _place(self, record: Record, prompt: TokenIds) -> Place:
-        return record.trajectory.locate(prompt, with_experts=self._experts_shape is not None)
-
-    def _wanted_experts(self, record: Record, prompt: TokenIds) -> WantedExperts | None:
-        """The rows that the turn may have to record: others may be recorded before it, which only
-        makes them fewer."""
-        if self._experts_shape is None:
-            return None
-        return WantedExperts(self._experts_shape, _first_row(self._place(record, prompt)))
-
-    async def _generate(
-        self,
-        record: Record,
-        prepared: Prepared,
-        at: int,
-        call: Call,
-        sampling: Mapping[str, Any],
-        experts: WantedExperts | None,
-        telling: Telling | None,
-    ) -> EngineReply:
-        request = EngineRequest(
-            turn_id=prepared.turn_ids[at],
-            input_ids=prepared.prompt,
-            sampling=sampling,
-            routing_key=record.name,
-            experts=experts,
-        )
-        try:
-            return await self._engine.generate(
-                request, stop=call.stop, on_tokens=None if telling is None else telling.take
-            )
-        except EngineLost:
-            raise ended() from None
-        except UntrustedReply as error:
-            logger.error("key %s: %s", record.id, error)
-            raise RequestError(502, str(error), code="engine_reply") from None
-        except EngineUnavailable as error:
-            logger.error("key %s: %s", record.id, error)
-            raise RequestError(
-                503,
-                "the engine is not available now",  # where it is concerns no agent
-                code="engine_unavailable",
-                retry_after=RETRY_AFTER,
-            ) from None
-        except EngineError as error:
-            logger.error("key %s: %s", record.id, error)
-            said = f": {error.said}" if isinstance(error, EngineRefused) else ""
-            # A lasting refusal: clients do not try a 424 again.
-            raise RequestError(424, f"{error}{said}", code="engine_refused") from None
-
-    def _turn(
-        self,
-        record: Record,
-        prepared: Prepared,
-        at: int,
-        reply: EngineReply,
-        call: Call,
-        engine_seconds: float,
-        experts: WantedExperts | None,
-    ) -> Turn:
-        place = self._place(record, prepared.prompt)
-        excluded: Exclusion
-        if call.stop.is_set():
-            excluded = call.reason
-        else:
-            excluded = _excluded(prepared)
-        return Turn(
-            id=prepared.turn_ids[at],
-            index=prepared.indices[at],
-            parent=place.parent,
-            keep=place.keep,
-            prompt=prepared.prompt[place.keep :],
-            output=reply.output,
-            logprobs=reply.logprobs,
-            finish_reason=reply.finish_reason,
-            weight_versions=reply.weight_versions,
-            cached_tokens=reply.cached_tokens,
-            timings=TurnTimings(
-                started=prepared.started,
-                engine=engine_seconds,
-                total=time.monotonic() - prepared.began,
-            ),
-            replay=_replay(reply, place, experts),
-            speculation=reply.speculation,
-            excluded=excluded,
-        )
 
     def _telling(
         self, prepared: Prepared, at: int, sampling: Mapping[str, Any], tell: Tell
@@ -460,7 +264,7 @@ class Turns:
             name for name, value in request.ignored.items() if record.sampling.get(name) != value
         ]
         if constraint is None:
-            asked += request.constraints.fields
+            asked += request.constraints.kinds
         record.metrics.ignored(asked)
         asked = [name for name in asked if name not in record.warned]
         if asked:
@@ -470,29 +274,3 @@ class Turns:
                 record.id,
                 ", ".join(asked),
             )
-
-
-def _excluded(prepared: Prepared) -> Exclusion:
-    """Why a turn is not trained whose reply has not been delivered yet."""
-    if not prepared.trained:
-        return "untrained"
-    return "undelivered" if prepared.constraint is None else "constrained"
-
-
-def _first_row(place: Place) -> int:
-    """The position of the first row of routed experts that a turn at that place records."""
-    return max(place.keep - 1, 0)
-
-
-def _replay(reply: EngineReply, place: Place, experts: WantedExperts | None) -> Replay | None:
-    rows = reply.routed_experts
-    if rows is not None and experts is not None:
-        rows = rows[_first_row(place) - experts.start :]
-    if rows is None and reply.top_p_ids is None:
-        return None
-    return Replay(routed_experts=rows, top_p_ids=reply.top_p_ids, top_p_offsets=reply.top_p_offsets)
-
-
-def ended() -> RequestError:
-    """What a call is answered whose key was closed meanwhile."""
-    return RequestError(401, "the rollout of this API key has ended", code="invalid_api_key")

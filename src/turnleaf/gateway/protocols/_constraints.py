@@ -1,5 +1,6 @@
 """What a request wants to be true of every reply, which only a masked sampling can ensure."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,8 @@ import attrs
 from turnleaf.gateway.protocols._errors import bad_request, not_supported
 
 __all__ = ["Constraints", "read_constraints"]
+
+_POSITION = re.compile(r"\[\d+\]")
 
 
 @attrs.frozen(eq=False)
@@ -21,6 +24,11 @@ class Constraints:
     json_schema: Mapping[str, Any] | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     forced: bool = False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The fields without the positions of tools."""
+        return tuple(_POSITION.sub("", field) for field in self.fields)
 
     def __bool__(self) -> bool:
         return bool(self.fields)

@@ -1,0 +1,78 @@
+"""Building the prompt of a request: from tokens that were sampled, where it continues a turn."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+from turnleaf.gateway._history import Conversation, Match
+from turnleaf.gateway._keys import Call, Record, ended
+from turnleaf.gateway.protocols import ChatRequest
+from turnleaf.gateway.rendering import Rendered, Renderer
+
+__all__ = ["Prompts"]
+
+Result = TypeVar("Result")
+
+LONG_TEXT = 20_000
+"""Bytes of messages from which on they are rendered in a thread, not on the event loop."""
+
+
+class Prompts:
+    """Renders what is new, behind the tokens of the turn that a request continues."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._one_at_a_time = anyio.Lock()
+
+    async def build(
+        self,
+        record: Record,
+        request: ChatRequest,
+        call: Call,
+        conversation: Conversation,
+        match: Match | None,
+    ) -> Rendered:
+        """The whole prompt. match: the turn that the conversation continues, if any.
+
+        Raises RenderError, and a 401 RequestError when the call is ended meanwhile.
+        """
+        if match is not None:
+            added = await self._added(record, request, call, match)
+            if added is not None:
+                path = record.trajectory.tokens_through(match.turn_id)
+                shows_reasoning = match.carries_reasoning or added.shows_reasoning
+                return Rendered(np.concatenate([path, added.ids]), shows_reasoning)
+        messages = conversation.messages if match is None else [*match.past(), *match.new]
+        render = partial(self._renderer.render, messages, request.tools, clock=record.clock)
+        return await self._off_loop(call, conversation.size, render)
+
+    async def _added(
+        self, record: Record, request: ChatRequest, call: Call, match: Match
+    ) -> Rendered | None:
+        """What follows the matched turn's tokens; None when its path must be rendered anew."""
+        # The renderer can tell what becomes of reasoning only where a user has spoken.
+        if match.may_lose_reasoning and not match.asked:
+            return None
+        extend = partial(
+            self._renderer.extend,
+            match.reply,
+            record.trajectory.turn(match.turn_id).output,
+            match.new,
+            request.tools,
+            reasoning=match.may_lose_reasoning,
+            clock=record.clock,
+        )
+        return await self._off_loop(call, match.new_size, extend)
+
+    async def _off_loop(self, call: Call, size: int, render: Callable[[], Result]) -> Result:
+        """Render a text of about `size` bytes, apart from the event loop if it is long."""
+        if size < LONG_TEXT:
+            return render()
+        async with self._one_at_a_time:
+            if call.stop.is_set():  # nobody waits for it any more
+                raise ended()
+            return await anyio.to_thread.run_sync(render)
