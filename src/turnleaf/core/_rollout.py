@@ -42,8 +42,6 @@ Status = Literal["completed", "truncated", "failed", "timed_out", "aborted"]
 
 INFRASTRUCTURE_REFUSALS = frozenset({"engine_unavailable", "engine_reply", "gateway_error"})
 """Codes of refusals for which engine or gateway are answerable."""
-LIMIT_REFUSALS = frozenset({"context_length_exceeded", "rollout_limit_exceeded"})
-"""Codes of refusals because a limit left no room."""
 
 Answer = TypeVar("Answer")
 Ours = TypeVar("Ours", bound=ContractError | RolloutError | GatewayError)
@@ -89,10 +87,14 @@ class Rollout:
     def hit_limit(self) -> bool:
         """Whether a limit cut the rollout short, whatever became of it.
 
-        That is: the last turn to train ended at a token limit, or a request was refused because
-        the rollout's limits, or the context, had no room for it.
+        That is: the last turn to train ended at a token limit, the rollout's own limits were used
+        up, or it failed after the context had no room for a request. An agent that shortens its
+        history and goes on was not cut short.
         """
-        if self.trajectory.refused.keys() & LIMIT_REFUSALS:
+        refused = self.trajectory.refused
+        if "rollout_limit_exceeded" in refused:
+            return True
+        if self.error is not None and "context_length_exceeded" in refused:
             return True
         trained = [turn for turn in self.trajectory.turns if turn.excluded is None]
         return bool(trained) and trained[-1].finish_reason == "length"
