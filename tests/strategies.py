@@ -533,18 +533,27 @@ HARMONY_FRAMES = (
 
 
 @st.composite
-def sampled_fragments(draw: st.DrawFn, call: str) -> list[tuple[str, bool, int | None]]:
-    """Stretches of an output with calls like `call`: their text, whether control tokens in it are
-    meant, and how many of its tokens were sampled; None is all."""
+def sampled_fragments(draw: st.DrawFn, calls: Sequence[str]) -> list[tuple[str, bool, int | None]]:
+    """Stretches of an output with calls like those of `calls`: their text, whether control tokens
+    in it are meant, and how many of its tokens were sampled; None is all."""
+    call = st.sampled_from(calls)
+    space = st.sampled_from(
+        ["\n", "\n", " ", "\n\n", "\n\n\n", " \n", "; ", "\u00a0", "yes", "a\n"]
+    )
     pieces = st.one_of(
-        st.just(call),
+        call,
+        call,
+        call,
         st.builds(
-            lambda at, length, more: call[:at] + more + call[at + length :],
-            st.integers(0, len(call)),
+            lambda call, at, length, more: call[:at] + more + call[at + length :],
+            call,
+            st.integers(0, len(calls[0])),
             st.integers(0, 12),
             st.sampled_from(["", "", '"', "}", "</tool_call>", "STOP", "日", "\n"]),
         ),
-        st.sampled_from(["\n", " ", "\n\n", "\n\n\n", " \n", "; ", "\u00a0", "yes", "a\n"]),
+        space,
+        space,
+        space,
         st.sampled_from(["STO", "STOP", "P", "\nObs", "e", "ee", "<", "|", "<|"]),
         st.sampled_from(["日本", "🙂", "é", "e\u0301", "{", '{"a": 1}', "\ufffd"]),
         st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", "</thi", "<tool_"]),
@@ -556,13 +565,13 @@ def sampled_fragments(draw: st.DrawFn, call: str) -> list[tuple[str, bool, int |
     )
     piece = st.tuples(
         pieces,
-        st.sampled_from([True, True, True, False]),
-        st.sampled_from([None, None, None, None, 1, 2, 5]),
+        st.sampled_from([*[True] * 9, False]),
+        st.sampled_from([*[None] * 9, 1, 2, 5]),
     )
-    frames = st.sampled_from(HARMONY_FRAMES if call.startswith("<|") else THINKING_FRAMES)
+    frames = st.sampled_from(HARMONY_FRAMES if calls[0].startswith("<|") else THINKING_FRAMES)
     fragments: list[tuple[str, bool, int | None]] = []
-    for opening, closing in draw(st.lists(frames, min_size=1, max_size=4)):
-        inner = draw(st.lists(piece, max_size=4))
+    for opening, closing in draw(st.lists(frames, min_size=1, max_size=3)):
+        inner = draw(st.lists(piece, max_size=5))
         fragments += [(opening, True, None), *inner, (closing, True, None)]
     return fragments
 

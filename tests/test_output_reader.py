@@ -59,6 +59,7 @@ DEEPSEEK = (
     '<｜tool▁call▁begin｜>function<｜tool▁sep｜>run\n```json\n{"a": "1"}\n```<｜tool▁call▁end｜>'
 )
 DEEPSEEK_FIRST = f"<｜tool▁calls▁begin｜>{DEEPSEEK}"
+DEEPSEEK_LAST = f"\n{DEEPSEEK}<｜tool▁calls▁end｜>"
 HARMONY = '<|channel|>commentary to=functions.run <|constrain|>json<|message|>{"a": "1"}<|call|>'
 CALLS = {
     "qwen3-thinking-2507": HERMES,
@@ -70,13 +71,13 @@ CALLS = {
 }
 every_family = pytest.mark.parametrize("name", CALLS)
 
-FORMATS: dict[str, tuple[CallParser | None, str]] = {
-    "hermes": (parse_hermes, HERMES),
-    "qwen_xml": (parse_qwen_xml, QWEN_XML),
-    "glm": (parse_glm, GLM),
-    "deepseek": (parse_deepseek, DEEPSEEK_FIRST),
-    "llama": (parse_llama, LLAMA),
-    "harmony": (None, HARMONY),
+FORMATS: dict[str, tuple[CallParser | None, tuple[str, ...]]] = {
+    "hermes": (parse_hermes, (HERMES,)),
+    "qwen_xml": (parse_qwen_xml, (QWEN_XML,)),
+    "glm": (parse_glm, (GLM,)),
+    "deepseek": (parse_deepseek, (DEEPSEEK_FIRST, DEEPSEEK, DEEPSEEK_LAST)),
+    "llama": (parse_llama, (LLAMA, f"<|python_tag|>{LLAMA}")),
+    "harmony": (None, (HARMONY, f"{HARMONY}<|start|>assistant")),
 }
 every_format = pytest.mark.parametrize("name", FORMATS)
 STOPS = ["STOP", "\n\n", "\nOb", "日", "</tool_call>", "<|", "|>", "n>", " ", ""]
@@ -128,15 +129,16 @@ def message_of(deltas: Sequence[Delta]) -> tuple[str, str, tuple[ParsedCall, ...
     return content, reasoning, tuple(each for each in deltas if isinstance(each, ParsedCall))
 
 
-def check(format_: OutputFormat, call: str, data: st.DataObject) -> None:
-    """Draw an output and its chunks; behind each it could end, in every way."""
+def check(format_: OutputFormat, calls: Sequence[str], data: st.DataObject) -> None:
+    """Draw an output and its chunks; behind each it could end, in one way or another."""
     output: list[int] = []
-    for text, meant, kept in data.draw(sampled_fragments(call)):
+    for text, meant, kept in data.draw(sampled_fragments(calls)):
         output += ids(format_.tokenizer, text, meant=meant)[:kept]
-    tools = data.draw(st.sampled_from([TOOLS, TOOLS, None]))
+    tools = data.draw(st.sampled_from([TOOLS, TOOLS, TOOLS, None]))
     prompt = data.draw(st.sampled_from([None, "", "<think>", "<think>\n"]))
     prompted = None if prompt is None else np.array(ids(format_.tokenizer, prompt), dtype=np.int32)
-    stop = data.draw(st.lists(st.sampled_from(STOPS), max_size=2))
+    stops = st.lists(st.sampled_from(STOPS), max_size=2)
+    stop = data.draw(st.one_of(st.just([]), st.just([]), stops))
     reader = OutputReader(format_, tools=tools, prompt=prompted, stop=stop)
     told: list[Delta] = []
     start = 0
@@ -145,7 +147,7 @@ def check(format_: OutputFormat, call: str, data: st.DataObject) -> None:
         start = end
         endings: list[tuple[Any, Any]] = [("length", None), ("abort", None), ("stop", None)]
         endings += [("stop", matched) for matched in [*stop, *output[max(end - 1, 0) : end]]]
-        for finish_reason, matched in endings:
+        for finish_reason, matched in endings if end == len(output) else endings[end % 3 :: 3]:
             truth = format_.parse(
                 np.array(output[:end], dtype=np.int32),
                 tools=tools,
@@ -159,7 +161,7 @@ def check(format_: OutputFormat, call: str, data: st.DataObject) -> None:
 
 
 @every_format
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_all_that_is_told_is_the_message(name: str, data: st.DataObject) -> None:
     opened = data.draw(st.sampled_from([None, "<think>", "<think>\n"]))
@@ -171,7 +173,7 @@ def test_all_that_is_told_is_the_message(name: str, data: st.DataObject) -> None
 @a_few
 @given(data=st.data())
 def test_with_the_tokens_of_a_family(load_family: Load, name: str, data: st.DataObject) -> None:
-    check(load_family(name)._outputs, CALLS[name], data)
+    check(load_family(name)._outputs, [CALLS[name]], data)
 
 
 # What is told before the end
@@ -296,7 +298,7 @@ HOSTILE = {
 @pytest.mark.parametrize("kind", HOSTILE)
 @every_format
 def test_the_cost_follows_the_new_tokens(name: str, kind: str) -> None:
-    text = HOSTILE[kind].replace("CALL", FORMATS[name][1])
+    text = HOSTILE[kind].replace("CALL", FORMATS[name][1][0])
     if name == "deepseek":
         text = text.replace("<tool_call>", "<｜tool▁calls▁begin｜>")
         text = text.replace("</tool_call>", "<｜tool▁call▁end｜>")
@@ -329,8 +331,8 @@ def work(name: str, output: Sequence[int]) -> int:
 
 
 @given(
-    text=st.text("ab<", max_size=30),
-    marks=st.lists(st.text("ab<", min_size=1, max_size=4), max_size=3, unique=True),
+    text=st.text("ab", max_size=30),
+    marks=st.lists(st.text("ab", min_size=2, max_size=6), max_size=3, unique=True),
     size=st.integers(1, 31),
 )
 def test_search(text: str, marks: list[str], size: int) -> None:
