@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.strategies import cuts, output_texts, sampled_fragments
+from turnleaf.core import TokenIds
 from turnleaf.gateway.rendering import (
     ContentDelta,
     ContradictionError,
@@ -27,7 +28,10 @@ from turnleaf.gateway.rendering._outputs import OutputFormat
 from turnleaf.gateway.rendering._pieces import PieceReader
 from turnleaf.gateway.rendering.parsers import (
     CallParser,
+    ContentReader,
+    Piece,
     Tools,
+    content_of,
     parse_deepseek,
     parse_glm,
     parse_harmony,
@@ -139,10 +143,21 @@ def check(format_: OutputFormat, calls: Sequence[str], data: st.DataObject) -> N
     prompted = None if prompt is None else np.array(ids(format_.tokenizer, prompt), dtype=np.int32)
     stops = st.lists(st.sampled_from(STOPS), max_size=2)
     stop = data.draw(st.one_of(st.just([]), st.just([]), stops))
-    reader = OutputReader(format_, tools=tools, prompt=prompted, stop=stop)
+    compare(format_, output, data.draw(cuts(len(output))), tools, prompted, stop)
+
+
+def compare(
+    format_: OutputFormat,
+    output: Sequence[int],
+    ends: Sequence[int],
+    tools: Tools | None = TOOLS,
+    prompt: TokenIds | None = None,
+    stop: Sequence[str] = (),
+) -> None:
+    reader = OutputReader(format_, tools=tools, prompt=prompt, stop=stop)
     told: list[Delta] = []
     start = 0
-    for end in data.draw(cuts(len(output))):
+    for end in ends:
         told += reader.feed(output[start:end])
         start = end
         endings: list[tuple[Any, Any]] = [("length", None), ("abort", None), ("stop", None)]
@@ -153,7 +168,7 @@ def check(format_: OutputFormat, calls: Sequence[str], data: st.DataObject) -> N
                 tools=tools,
                 finish_reason=finish_reason,
                 matched=matched,
-                prompt=prompted,
+                prompt=prompt,
             )
             parsed, rest = reader.finish(finish_reason, matched)
             assert parsed == truth
@@ -167,6 +182,39 @@ def test_all_that_is_told_is_the_message(name: str, data: st.DataObject) -> None
     opened = data.draw(st.sampled_from([None, "<think>", "<think>\n"]))
     format_ = format_of(name, parallel=data.draw(st.booleans()), opened=opened)
     check(format_, FORMATS[name][1], data)
+
+
+@pytest.mark.parametrize(
+    ("name", "opened", "text"),
+    [
+        ("hermes", None, f"a\n{HERMES}\n{HERMES}\nb"),
+        ("hermes", None, f"\n{HERMES}"),
+        ("hermes", "<think>", "\n\nhm\n\n</think>\n\n\nyes\n"),
+        ("qwen_xml", "<think>\n", f"\nhm\n</think>\n\n\n{QWEN_XML} "),
+        ("glm", None, f"<think></think>\n{GLM}<tool_call>{GLM}"),
+        ("deepseek", None, f"so\n{DEEPSEEK_FIRST}{DEEPSEEK_LAST}\nyes"),
+        ("deepseek", None, f"{DEEPSEEK}{DEEPSEEK_FIRST}"),
+        ("llama", None, f" <|python_tag|>{LLAMA}; {LLAMA}"),
+        ("llama", None, f"\n{LLAMA}"),
+        ("llama", None, f"\nso {LLAMA}"),
+        ("harmony", None, f"<|channel|>final<|message|>a\n<|start|>assistant{HARMONY}"),
+    ],
+)
+def test_outputs_of_each_kind(name: str, opened: str | None, text: str) -> None:
+    output = ids(byte_tokenizer(), text)
+    compare(format_of(name, opened=opened), output, range(1, len(output) + 1))
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_messages_of_harmony(data: st.DataObject) -> None:
+    bodies = st.sampled_from(["", "\n", "yes", "yes\n", " no"])
+    header = st.sampled_from(["analysis", "final", "commentary"])
+    said = st.builds("<|channel|>{}<|message|>{}<|end|>".format, header, bodies)
+    messages = data.draw(st.lists(st.one_of(said, said, st.just(HARMONY)), max_size=4))
+    output = ids(byte_tokenizer(), "<|start|>assistant".join(messages))
+    format_ = format_of("harmony", parallel=data.draw(st.booleans()))
+    compare(format_, output, range(1, len(output) + 1))
 
 
 @every_family
@@ -351,6 +399,34 @@ def test_search(text: str, marks: list[str], size: int) -> None:
             assert text[:read].endswith(mark)
             return
     assert not ends
+
+
+@given(
+    parts=st.lists(
+        st.sampled_from(["", "\n", " ", "a", "a\n", "\n\na\n", ParsedCall("run", "{}")]), max_size=6
+    )
+)
+def test_whitespace_waits_for_the_calls_that_may_come(parts: list[str | ParsedCall]) -> None:
+    reader = ContentReader(calls=True)
+    told: list[Delta] = []
+    for at, part in enumerate(parts):
+        if at and isinstance(part, str) and isinstance(parts[at - 1], str):
+            reader.end_text()
+        for piece in part if isinstance(part, str) else [part]:
+            told += reader.feed(piece)
+        content, _, _ = message_of(told)
+        for more in ((), (ParsedCall("f", "{}"),), ("b", ParsedCall("f", "{}"))):
+            assert content_of([*parts[: at + 1], *more]).startswith(content)
+
+
+def test_a_control_token_is_certain_as_a_whole() -> None:
+    reader = PieceReader(byte_tokenizer(), ["|>x"])
+    held = list(reader.feed(ids(byte_tokenizer(), "a<|call|>b")))
+    assert held == [Piece("a", False)]
+    assert list(reader.feed(ids(byte_tokenizer(), "c"))) == [
+        Piece("<|call|>", True),
+        Piece("b", False),
+    ]
 
 
 CALLS_IN_TEXT = [
