@@ -62,6 +62,7 @@ LLAMA = '{"name": "run", "parameters": {"a": "1"}}'
 DEEPSEEK = (
     '<｜tool▁call▁begin｜>function<｜tool▁sep｜>run\n```json\n{"a": "1"}\n```<｜tool▁call▁end｜>'
 )
+FINAL = "<|channel|>final<|message|>"
 DEEPSEEK_FIRST = f"<｜tool▁calls▁begin｜>{DEEPSEEK}"
 DEEPSEEK_LAST = f"\n{DEEPSEEK}<｜tool▁calls▁end｜>"
 HARMONY = '<|channel|>commentary to=functions.run <|constrain|>json<|message|>{"a": "1"}<|call|>'
@@ -197,7 +198,12 @@ def test_all_that_is_told_is_the_message(name: str, data: st.DataObject) -> None
         ("llama", None, f" <|python_tag|>{LLAMA}; {LLAMA}"),
         ("llama", None, f"\n{LLAMA}"),
         ("llama", None, f"\nso {LLAMA}"),
-        ("harmony", None, f"<|channel|>final<|message|>a\n<|start|>assistant{HARMONY}"),
+        (
+            "harmony",
+            None,
+            f"{FINAL}a\n<|end|><|start|>assistant{FINAL}b<|end|><|start|>assistant{HARMONY}",
+        ),
+        ("harmony", None, f"{FINAL}a\n<|start|>assistant{HARMONY}"),
     ],
 )
 def test_outputs_of_each_kind(name: str, opened: str | None, text: str) -> None:
