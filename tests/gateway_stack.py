@@ -26,7 +26,6 @@ from turnleaf.adapters.mock._calls import Streaming
 from turnleaf.core import Key, Trajectory
 from turnleaf.gateway import GatewayClient
 from turnleaf.gateway._agents_app import agents_app
-from turnleaf.gateway._constraints import ConstraintPolicy
 from turnleaf.gateway._control_app import control_app
 from turnleaf.gateway._history import ThinkingRetention
 from turnleaf.gateway._keys import Keys
@@ -36,6 +35,7 @@ from turnleaf.gateway._serving import served
 from turnleaf.gateway._turns import Turns
 from turnleaf.gateway._watched import Watched
 from turnleaf.gateway.engines import SGLangEngine
+from turnleaf.gateway.protocols import ConstraintPolicy
 from turnleaf.gateway.rendering import Renderer
 
 TOKEN = "control"

@@ -241,7 +241,9 @@ async def test_a_part_that_breaks_down_ends_the_demo(tmp_path: Path) -> None:
             os.kill(agent, signal.SIGKILL)
 
     recipe = attrs.evolve(HURRIED, warm_up_updates=3)
-    with pytest.raises(GatewayError, match=r"16 rollouts in a row failed.*no agent can be reached"):
+    # The last one may have been on its way when the agent ended.
+    ends = "no agent can be reached|the connection to the agent"
+    with pytest.raises(GatewayError, match=f"16 rollouts in a row failed.*({ends})"):
         await run_demo(recipe, seed=1, folder=tmp_path, watcher=Killer())
 
 

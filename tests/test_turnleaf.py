@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from importlib.metadata import version
 
 import pytest
@@ -25,3 +27,16 @@ def test_the_version_is_the_distributions():
 def test_an_unknown_name_is_refused():
     with pytest.raises(AttributeError, match="no attribute 'Trajectories'"):
         turnleaf.Trajectories  # noqa: B018
+
+
+def test_only_workers_load_transformers():
+    """It takes seconds, and writes to the terminal of whoever imports it."""
+    program = (
+        "import sys, turnleaf.gateway, turnleaf.cli, turnleaf.adapters.mock\n"
+        "import turnleaf.adapters.slime\n"
+        "print(sorted({'transformers', 'torch'} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")

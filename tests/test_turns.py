@@ -313,7 +313,7 @@ async def test_a_path_that_cannot_go_on_is_rendered_as_the_template_does(
         assert prepared.prompt.tolist() == counting.render(messages).ids.tolist()
         reply = await turns.sample(record, prepared, Call())
         turns.deliver(record, reply.id)
-        messages += [reply.message, {"role": "user", "content": "and?"}]
+        messages += [reply.choices[0].message, {"role": "user", "content": "and?"}]
     first, second = record.trajectory.leaves()
     assert "hm" in tokenizer().decode(first.tokens.tolist())
     assert "hm" not in tokenizer().decode(second.tokens.tolist())

@@ -18,7 +18,7 @@ async def test_what_was_asked_is_counted_with_what_was_refused():
         for secret, path, changes in (
             ("EMPTY", "chat/completions", {}),
             ("EMPTY", "chat/completions", {}),
-            (key.secret, "chat/completions", {"n": 2}),
+            (key.secret, "chat/completions", {"top_logprobs": 2}),
             (key.secret, "completions", {}),
         ):
             headers = {"authorization": f"Bearer {secret}"}

@@ -9,10 +9,10 @@ import cattrs
 from cattrs.errors import ForbiddenExtraKeysError
 
 from turnleaf.core import ContractError, Settings
-from turnleaf.gateway._constraints import ConstraintPolicy
 from turnleaf.gateway._history import ClientReasoning, ThinkingRetention
 from turnleaf.gateway._limits import Limits
 from turnleaf.gateway._logs import LogFormat
+from turnleaf.gateway.protocols import ConstraintPolicy
 
 __all__ = ["PORTS", "WorkerConfig", "routable_address"]
 

@@ -6,16 +6,12 @@ again does so without the mask: such a turn cannot be trained.
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
-from turnleaf.gateway.protocols import Constraints, not_supported
+from turnleaf.gateway.protocols import ConstraintPolicy, Constraints, not_supported
 from turnleaf.gateway.rendering import CallFrame
 
-__all__ = ["ConstraintPolicy", "constrained_sampling"]
-
-ConstraintPolicy = Literal["hint", "refuse", "enforce"]
-"""hint: nothing is masked. refuse: such a request is refused. enforce: the engine masks, and the
-turn is not trained."""
+__all__ = ["constrained_sampling"]
 
 
 def constrained_sampling(

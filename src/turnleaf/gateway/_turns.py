@@ -8,7 +8,7 @@ from typing import Any
 
 import anyio
 
-from turnleaf.gateway._constraints import ConstraintPolicy, constrained_sampling
+from turnleaf.gateway._constraints import constrained_sampling
 from turnleaf.gateway._http import BODY_LIMIT
 from turnleaf.gateway._keys import Call, Record, ended
 from turnleaf.gateway._prompts import Prompts
@@ -19,6 +19,7 @@ from turnleaf.gateway.protocols import (
     ChatRequest,
     Choice,
     Completion,
+    ConstraintPolicy,
     RequestError,
     TokenLogprob,
     not_supported,

@@ -10,7 +10,7 @@ from turnleaf.gateway.protocols._completions import (
     completion_events,
     error_event,
 )
-from turnleaf.gateway.protocols._constraints import Constraints
+from turnleaf.gateway.protocols._constraints import ConstraintPolicy, Constraints
 from turnleaf.gateway.protocols._errors import RequestError, bad_request, not_supported
 from turnleaf.gateway.protocols._messages import Message, canonical_text, normalise
 
@@ -18,6 +18,7 @@ __all__ = [
     "ChatRequest",
     "Choice",
     "Completion",
+    "ConstraintPolicy",
     "Constraints",
     "EventStream",
     "Message",

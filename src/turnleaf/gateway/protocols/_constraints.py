@@ -2,13 +2,17 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
 from turnleaf.gateway.protocols._errors import bad_request, not_supported
 
-__all__ = ["Constraints", "read_constraints"]
+__all__ = ["ConstraintPolicy", "Constraints", "read_constraints"]
+
+ConstraintPolicy = Literal["hint", "refuse", "enforce"]
+"""hint: nothing is masked. refuse: such a request is refused. enforce: the engine masks, and the
+turn is not trained."""
 
 _POSITION = re.compile(r"\[\d+\]")
 
