@@ -38,7 +38,7 @@ from turnleaf.gateway.engines import SGLangEngine
 from turnleaf.gateway.protocols import ConstraintPolicy
 from turnleaf.gateway.rendering import Renderer
 
-TOKEN = "control"
+TOKEN = "token-of-the-trainer"
 
 
 @cache

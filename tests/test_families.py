@@ -512,6 +512,22 @@ def spelled_out(renderer: Renderer, text: str) -> TokenIds:
     return np.array(renderer._tokenizer.encode(shield.cover(text), shield), dtype=np.int32)
 
 
+def test_gpt_oss_takes_a_text_beside_a_call_for_reasoning(load_family: Load) -> None:
+    """Its template writes such a text as analysis, and omits it once there is an answer."""
+    renderer = load_family("gpt-oss")
+    reply = assistant("Let me see.", tool_calls=[call("read", path="a")])
+    asked = [user("q"), reply, result("r")]
+    assert renderer.holds_reasoning(reply)
+    assert not renderer.holds_reasoning(assistant("Let me see."))
+    shown = renderer.render(asked, TOOLS)
+    assert "Let me see." in renderer.decode(shown.ids)
+    assert shown.shows_reasoning
+    answered = renderer.render([*asked, assistant("a"), user("and?")], TOOLS)
+    assert "Let me see." not in renderer.decode(answered.ids)
+    assert not answered.shows_reasoning
+    assert not load_family("qwen3-thinking-2507").holds_reasoning(reply)
+
+
 def test_gpt_oss_shows_reasoning_before_a_call_and_never_beside_text(load_family: Load) -> None:
     renderer = load_family("gpt-oss")
     reply = assistant("I look.", reasoning_content="hm", tool_calls=[call("run")])

@@ -549,6 +549,21 @@ async def test_what_is_served_and_what_is_not() -> None:
             assert (await http.delete(f"{root}/{path}", headers=headers)).status_code == 404
 
 
+async def test_the_control_listener_says_what_it_does_not_serve() -> None:
+    async with running_gateway([]) as stack:
+        for asked in (
+            ("GET", "/keys"),
+            ("POST", "/keys/k"),
+            ("DELETE", "/k"),
+            ("DELETE", "/keys/"),
+        ):
+            missing = await stack.gateway._http.request(*asked)
+            assert missing.status_code == 404
+            error = missing.json()["error"]
+            assert error["code"] == "not_found"
+            assert "{} {}".format(*asked) in error["message"]
+
+
 async def test_a_body_is_limited_by_what_the_context_can_hold() -> None:
     async with running_gateway([], max_context_tokens=100) as stack, httpx.AsyncClient() as http:
         key = await stack.open()

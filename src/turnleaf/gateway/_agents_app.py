@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from turnleaf.core import wait_for_first
 from turnleaf.gateway._asked import Asked, identity_of
-from turnleaf.gateway._http import bearer, decoded, guarded, json_response, read_body
+from turnleaf.gateway._http import bearer, decoded, guarded, json_response, not_served, read_body
 from turnleaf.gateway._keys import Call, Keys, Record, ended
 from turnleaf.gateway._turns import Turns
 from turnleaf.gateway.protocols import (
@@ -53,15 +53,9 @@ def agents_app(
         record = keys.authenticate(bearer(request))
         return Response(record.trajectory.to_json(), media_type="application/json")
 
-    async def not_here(request: Request, _: Exception) -> Response:
-        error = RequestError(
-            404,
-            f"{request.method} {request.url.path} is not served: this gateway speaks OpenAI chat "
-            "completions, at POST /v1/chat/completions",
-            code="not_found",
-        )
-        return json_response(error.body(), error.status)
-
+    not_here = not_served(
+        "this gateway speaks OpenAI chat completions, at POST /v1/chat/completions"
+    )
     app = Starlette(
         routes=[
             Route("/healthz", health),

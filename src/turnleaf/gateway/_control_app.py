@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from turnleaf.core import Purpose
-from turnleaf.gateway._http import bearer, guarded, json_response, read_json
+from turnleaf.gateway._http import bearer, guarded, json_response, not_served, read_json
 from turnleaf.gateway._keys import Keys
 from turnleaf.gateway._readiness import Readiness
 from turnleaf.gateway._watched import Watched
@@ -76,7 +76,8 @@ def control_app(
 
         return guarded(answer)
 
-    return Starlette(
+    not_here = not_served("keys are opened at POST /keys and closed at DELETE /keys/{id}")
+    app = Starlette(
         routes=[
             Route("/keys", locked(open_key), methods=["POST"]),
             Route("/keys", locked(close_all), methods=["DELETE"]),
@@ -84,8 +85,11 @@ def control_app(
             Route("/readyz", locked(ready)),
             Route("/metrics", locked(metrics)),
             Route("/requests", locked(requests)),
-        ]
+        ],
+        exception_handlers={404: not_here, 405: not_here},
     )
+    app.router.redirect_slashes = False  # a redirect would name the host that the client claims
+    return app
 
 
 def _name(name: Any) -> str:

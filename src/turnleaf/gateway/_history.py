@@ -220,7 +220,7 @@ class History:
         """Remember the reply that a turn gave to a conversation; returns whether it had one before.
 
         match: what the conversation continued, if anything. shows_reasoning: the turn's prompt
-        holds reasoning.
+        holds reasoning, or its reply something that is reasoning to the template.
         """
         if match is None:
             node, start = self._roots.setdefault(conversation._tools, _Node(None, {}, "")), 0

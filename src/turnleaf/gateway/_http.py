@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from turnleaf.gateway.protocols import RequestError
 
-__all__ = ["bearer", "decoded", "guarded", "json_response", "read_body", "read_json"]
+__all__ = ["bearer", "decoded", "guarded", "json_response", "not_served", "read_body", "read_json"]
 
 BODY_LIMIT = 32 * 1024 * 1024
 """Bytes of a request body, at most."""
@@ -67,6 +67,23 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(
         orjson.dumps(value), status_code=status, headers=headers, media_type="application/json"
     )
+
+
+def not_served(what_is: str) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Answers a path or method that an app does not have, in the protocol's shape.
+
+    what_is: what the app does serve.
+    """
+
+    async def answer(request: Request, _: Exception) -> Response:
+        error = RequestError(
+            404,
+            f"{request.method} {request.url.path} is not served: {what_is}",
+            code="not_found",
+        )
+        return json_response(error.body(), error.status)
+
+    return answer
 
 
 def guarded(

@@ -183,7 +183,8 @@ class Turns:
             prepared.match,
             choice.message,
             turn.id,
-            shows_reasoning=prepared.shows_reasoning,
+            shows_reasoning=prepared.shows_reasoning
+            or self._renderer.holds_reasoning(choice.message),
         )
         record.branches.note(turn.id, prepared.conversation, prepared.match, repeated=repeated)
         return choice, reply.cached_tokens

@@ -17,7 +17,7 @@ import attrs
 
 from turnleaf.gateway.rendering._control import ControlledTokenizer, Shield
 from turnleaf.gateway.rendering._errors import RenderError
-from turnleaf.gateway.rendering._template import Message, Template, Tool, without_reasoning
+from turnleaf.gateway.rendering._template import Message, Template, Tool
 
 __all__ = ["Continuation", "Continuations"]
 
@@ -152,7 +152,7 @@ class Continuations:
         after = after[len(end) :]
         if not after.startswith(close) or self._tokenizer.first_control(after) is None:
             return None
-        silent = without_reasoning(new)
+        silent = self._template.without_reasoning(new)
         return Continuation(
             after,
             close,

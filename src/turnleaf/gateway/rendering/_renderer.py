@@ -17,7 +17,7 @@ from turnleaf.gateway.rendering._errors import RenderError
 from turnleaf.gateway.rendering._loading import load_checkpoint
 from turnleaf.gateway.rendering._outputs import OutputFormat, Parsed
 from turnleaf.gateway.rendering._reader import OutputReader
-from turnleaf.gateway.rendering._template import Template, without_reasoning
+from turnleaf.gateway.rendering._template import Template
 from turnleaf.gateway.rendering.parsers import CallFrame
 
 __all__ = ["Rendered", "Renderer"]
@@ -131,9 +131,13 @@ class Renderer:
             return self._template.render(messages, tools, prompt=True, clock=clock, shield=shield)
 
         text = text_of(messages)
-        silent = without_reasoning(messages)
+        silent = self._template.without_reasoning(messages)
         ids = np.array(self._tokenizer.encode(text, shield), dtype=np.int32)
         return Rendered(ids, silent is not None and text_of(silent) != text)
+
+    def holds_reasoning(self, message: Message) -> bool:
+        """Whether a message says something that is reasoning to the template."""
+        return self._template.holds_reasoning(message)
 
     def extend(
         self,

@@ -13,7 +13,7 @@ from turnleaf.gateway.rendering._control import Shield
 from turnleaf.gateway.rendering._dialect import Message, Tool, learn_dialect
 from turnleaf.gateway.rendering._errors import RenderError
 
-__all__ = ["Message", "Template", "Tool", "without_reasoning"]
+__all__ = ["Message", "Template", "Tool"]
 
 # transformers only passes plain data to a template, no functions: the clock is passed as the
 # texts it shows, and a macro takes the place of strftime_now.
@@ -60,6 +60,16 @@ class Template:
     def parallel_calls(self) -> bool:
         """Whether it can show a reply with several calls."""
         return self._dialect.parallel_calls
+
+    def holds_reasoning(self, message: Message) -> bool:
+        """Whether it says something that is reasoning to the template, which may omit it later."""
+        return self._dialect.without_reasoning(message) is not message
+
+    def without_reasoning(self, messages: Sequence[Message]) -> list[Message] | None:
+        """The messages without what was thought in them; None when that changes nothing."""
+        if not any(map(self.holds_reasoning, messages)):
+            return None
+        return [self._dialect.without_reasoning(message) for message in messages]
 
     def render(
         self,
@@ -120,13 +130,3 @@ class Template:
         except Exception:  # noqa: BLE001
             # Whatever a template raises, it refuses these messages.
             return None
-
-
-def without_reasoning(messages: Sequence[Message]) -> list[Message] | None:
-    """The messages without what was thought in them; None when that changes nothing."""
-    if not any(message.get("reasoning_content") for message in messages):
-        return None
-    return [
-        {field: value for field, value in message.items() if field != "reasoning_content"}
-        for message in messages
-    ]
