@@ -719,7 +719,7 @@ class AgentsMachine(RuleBasedStateMachine):
         nothing of another key; what it repeats of earlier turns, it repeats token by token."""
         decode = self.family.renderer.decode
         assert set(WORD.findall(decode(prepared.prompt))) <= rollout.words
-        place = record.trajectory.locate(prepared.prompt, with_experts=True)
+        place = record.trajectory.locate(prepared.prompt)
         spans, at, upto = [], place.parent, place.keep
         while at is not None:
             turn = record.trajectory.turn(at)
