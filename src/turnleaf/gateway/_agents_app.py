@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import anyio
+import attrs
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -204,7 +205,7 @@ class ChatCompletions:
             asked.tell(stream.end(reply))
             return reply
         except RequestError as error:
-            refusal = error
+            refusal = attrs.evolve(error)  # whose traceback does not hold on to the request
         except Exception:
             logger.exception("key %s: a turn failed", record.id)
             text = "the gateway failed; its log says why"
