@@ -17,7 +17,7 @@ import turnleaf.gateway
 from tests.gateway_stack import running_gateway
 from tests.waiting import until
 from turnleaf.core import Key
-from turnleaf.gateway import _bounded_http
+from turnleaf.gateway import _bounded_http, _keys
 from turnleaf.gateway._limits import Limits
 from turnleaf.gateway.protocols import RequestError, error_event
 
@@ -187,6 +187,33 @@ async def test_a_reply_that_is_read_slowly_is_delivered() -> None:
             assert len(message["content"]) > 6_000_000
             await until(lambda: record.trajectory.turns[0].excluded is None)
         await stack.close(key)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nothing_is_added_to_a_reply_whose_key_is_closed_while_it_is_read(
+    stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_keys, "CLOSE_WAIT", 0.1)
+    async with (
+        running_gateway([LARGE], max_context_tokens=80_000, streaming=None) as stack,
+        httpx.AsyncClient() as http,
+    ):
+        key = await stack.open()
+        (record,) = stack.keys._records.values()
+        async with http.stream(
+            "POST",
+            f"{key.base_url}/chat/completions",
+            json={"model": "model", "messages": [QUESTION], "stream": stream},
+            headers={"x-api-key": key.secret},
+        ) as response:
+            await until(lambda: len(record.trajectory) == 1)
+            trajectory = await stack.close(key)
+            assert [turn.excluded for turn in trajectory.turns] == ["undelivered"]
+            body = await response.aread()
+        await until(lambda: not record.calls)
+    assert body.endswith(b"data: [DONE]\n\n" if stream else b"}}")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @given(

@@ -241,6 +241,7 @@ class _Sending:
         self._send = send
         self._chat = chat
         self._started = False
+        self._told = False
         self._passed_on = 0
 
     async def pass_on(self, asked: Asked) -> None:
@@ -267,7 +268,10 @@ class _Sending:
         return events
 
     async def fail(self, error: RequestError) -> None:
-        if self._started:
+        """Send the error, if there is still room for it in the reply."""
+        if self._told:
+            await self._body(b"", more=False)
+        elif self._started:
             await self._last_body(error_event(error))
         else:
             response = json_response(error.body(), error.status, error.headers())
@@ -296,6 +300,7 @@ class _Sending:
 
     async def _last_body(self, body: bytes) -> None:
         await self._body(body, more=True)
+        self._told = True
         # The server takes this only when the client has read what came before, or is gone.
         await self._body(b"", more=False)
 
