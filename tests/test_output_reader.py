@@ -473,6 +473,16 @@ def test_bytes_of_any_kind_become_the_text_that_the_tokenizer_makes(ids_: list[i
     assert all((piece.text in tokenizer._ids) for piece in pieces if piece.control)
 
 
+def test_text_that_comes_at_once_is_read_in_one_piece() -> None:
+    tokenizer = byte_tokenizer()
+    reader = PieceReader(tokenizer, [])
+    assert list(reader.feed(ids(tokenizer, f"{PROSE}<think>{PROSE}"))) == [
+        Piece(PROSE, False),
+        Piece("<think>", True),
+        Piece(PROSE[:-1], False),
+    ]
+
+
 def test_a_tokenizer_whose_tokens_are_not_bytes_is_read_at_the_end() -> None:
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -3,6 +3,7 @@
 import codecs
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from turnleaf.gateway.rendering._control import ControlledTokenizer
 from turnleaf.gateway.rendering.parsers import Piece
@@ -24,25 +25,28 @@ class PieceReader:
         self._tokenizer = tokenizer
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = Search(stop)
-        self._last: int | None = None
+        self._undecided: list[int] = []
         self._held: deque[Piece] = deque()
         self._held_length = 0
         self._stopped = not tokenizer.decodes_bytes
 
     def feed(self, ids: Sequence[int]) -> Iterator[Piece]:
         """The pieces that have become certain; a control token is always whole."""
-        for id_ in ids:
-            if self._last is not None:
-                for piece in self._decode(self._last):
-                    yield from self._certain(piece)
-            self._last = id_
+        self._undecided += ids
+        decided, self._undecided = self._undecided[:-1], self._undecided[-1:]
+        for piece in self._decode(decided):
+            yield from self._certain(piece)
 
-    def _decode(self, id_: int) -> Iterator[Piece]:
-        if id_ in self._tokenizer.control_ids:
+    def _decode(self, ids: Sequence[int]) -> Iterator[Piece]:
+        tokenizer = self._tokenizer
+        for control, run in groupby(ids, tokenizer.control_ids.__contains__):
+            if not control:
+                # In one piece: what reading costs follows the pieces more than their length.
+                yield Piece(self._bytes.decode(b"".join(map(tokenizer.bytes_of, run))), False)
+                continue
             yield Piece(self._bytes.decode(b"", final=True), False)
-            yield Piece(self._tokenizer.decode([id_]), True)
-        else:
-            yield Piece(self._bytes.decode(self._tokenizer.bytes_of(id_)), False)
+            for id_ in run:
+                yield Piece(tokenizer.decode([id_]), True)
 
     def _certain(self, piece: Piece) -> Iterator[Piece]:
         if self._stopped or not piece.text:
