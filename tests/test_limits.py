@@ -64,6 +64,18 @@ async def test_the_last_turn_is_answered_and_the_next_is_refused_for_good() -> N
 
 
 @pytest.mark.anyio
+async def test_more_replies_than_turns_are_left_are_refused_as_such() -> None:
+    async with running_gateway([{"text": "four"}] * 2, limits=Limits(max_turns=2)) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            status, code, message = refusal(await post(http, key, n=3))
+            assert (status, code) == (400, "rollout_limit_exceeded")
+            assert message.startswith("this rollout has 2 of its 2 turns left (turnleaf.max_turns)")
+            assert (await post(http, key, n=2)).status_code == 200
+        await stack.close(key)
+
+
+@pytest.mark.anyio
 async def test_turns_under_way_count_and_refused_ones_do_not() -> None:
     limits = Limits(max_turns=1)
     script = [{"mismatch": True}, {"text": "four", "delay": 0.3}]

@@ -39,8 +39,14 @@ class Limits:
 
     def check_turns(self, taken: int, asked: int) -> None:
         """So many turns more. taken: those that are recorded or under way."""
-        if self.max_turns is not None and taken + asked > self.max_turns:
-            raise _used_up(f"{self.max_turns} turns", "turnleaf.max_turns")
+        if self.max_turns is None or taken + asked <= self.max_turns:
+            return
+        if taken < self.max_turns:
+            raise _exceeded(
+                f"this rollout has {self.max_turns - taken} of its {self.max_turns} turns left "
+                f"(turnleaf.max_turns), and n asks for {asked}"
+            )
+        raise _used_up(f"{self.max_turns} turns", "turnleaf.max_turns")
 
     def tokens_left(self, sampled: int, *, choices: int = 1) -> int | None:
         """How many tokens each of so many replies may have, at least one; None for any number."""
@@ -63,9 +69,11 @@ class Limits:
 
 
 def _used_up(limit: str, setting: str) -> RequestError:
-    return RequestError(
-        400,
+    return _exceeded(
         f"this rollout has used up its {limit} ({setting}): end it, no further model call is "
-        "answered",
-        code="rollout_limit_exceeded",
+        "answered"
     )
+
+
+def _exceeded(message: str) -> RequestError:
+    return RequestError(400, message, code="rollout_limit_exceeded")
