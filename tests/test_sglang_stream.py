@@ -259,7 +259,7 @@ async def test_an_engine_that_cannot_be_asked_changes_nothing() -> None:
         assert not await client.sglang._fleet.streams_incrementally()
 
 
-async def test_an_engine_that_is_slow_to_say_holds_nobody_up(
+async def test_an_engine_that_does_not_say_is_waited_for_a_little_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_fleet, "_ASKING_TIME", 0.05)
@@ -271,6 +271,30 @@ async def test_an_engine_that_is_slow_to_say_holds_nobody_up(
     async with serve(web.get("/server_info", server_info)) as url, caller(url) as client:
         with anyio.fail_after(5):
             assert not await client.sglang._fleet.streams_incrementally()
+
+
+async def test_while_engines_are_asked_again_what_is_known_has_to_do() -> None:
+    asked = 0
+    say = anyio.Event()
+    say.set()
+
+    async def server_info(_: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        await say.wait()
+        return web.json_response({"incremental_streaming_output": asked == 1})
+
+    async with serve(web.get("/server_info", server_info)) as url, caller(url) as client:
+        fleet = client.sglang._fleet
+        assert await fleet.streams_incrementally()
+        fleet.forget_streaming()
+        say = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.streams_incrementally)
+            await until(lambda: asked == 2)
+            assert await fleet.streams_incrementally()
+            say.set()
+        assert not await fleet.streams_incrementally()
 
 
 async def test_a_stream_that_is_cumulative_after_all_goes_on_unstreamed(

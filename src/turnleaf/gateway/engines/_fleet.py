@@ -31,6 +31,7 @@ class Fleet:
         self._connections = connections
         self._requests = anyio.CapacityLimiter(_CONCURRENT_REQUESTS)
         self._asking = anyio.Lock()
+        self._asked = False
         self._ask_at = -math.inf
         self._incremental = False
 
@@ -65,8 +66,10 @@ class Fleet:
         """Whether every engine says that its streams hold only what is new in each event.
 
         Asked once a minute; False until all have answered. An engine that cannot be asked leaves
-        what was known of them.
+        what was known of them, and while they are asked again, that has to do.
         """
+        if self._asked and self._asking.locked():
+            return self._incremental
         async with self._asking:
             if anyio.current_time() >= self._ask_at:
                 await self._ask()
@@ -103,7 +106,7 @@ class Fleet:
         if False in said or complete:
             self._incremental = False not in said
         hold = _STREAMING_KNOWN if complete else _STREAMING_UNKNOWN
-        self._ask_at = anyio.current_time() + hold
+        self._asked, self._ask_at = True, anyio.current_time() + hold
 
 
 def _says_incremental(response: Response) -> bool | None:
