@@ -160,7 +160,7 @@ async def test_a_reply_that_nobody_reads_is_undelivered(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_bounded_http, "READ_TIMEOUT", 0.3)
-    async with running_gateway([LARGE], max_context_tokens=80_000) as stack:
+    async with running_gateway([LARGE], max_context_tokens=80_000, streaming=None) as stack:
         key = await stack.open()
         (record,) = stack.keys._records.values()
         host, port = key.base_url.removeprefix("http://").removesuffix("/v1").split(":")
@@ -181,7 +181,7 @@ async def test_a_reply_that_nobody_reads_is_undelivered(
 
 @pytest.mark.anyio
 async def test_a_reply_that_is_read_slowly_is_delivered() -> None:
-    async with running_gateway([LARGE], max_context_tokens=80_000) as stack:
+    async with running_gateway([LARGE], max_context_tokens=80_000, streaming=None) as stack:
         key = await stack.open()
         async with (
             httpx.AsyncClient() as http,
