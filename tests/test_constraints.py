@@ -121,3 +121,19 @@ async def test_what_cannot_be_enforced_is_refused_by_name() -> None:
                 await ask(stack, fields)
             assert refused.value.param == param
         assert stack.engine.calls == []
+
+
+async def test_a_schema_of_any_depth_is_refused_by_name() -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(300):
+        schema = {"type": "object", "properties": {"more": schema}}
+    as_json = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    function = {"name": "add", "parameters": schema, "strict": True}
+    for fields, param in (
+        ({"response_format": as_json}, "response_format"),
+        ({"tools": [{"type": "function", "function": function}]}, "tools[0].function.strict"),
+    ):
+        async with running_gateway([], constraints="enforce") as stack:
+            with pytest.raises(BadRequestError, match="nested too deeply") as refused:
+                await ask(stack, fields)
+            assert refused.value.param == param

@@ -4,11 +4,17 @@ A mask on the logits changes the probabilities of what is sampled, and a trainer
 again does so without the mask: such a turn cannot be trained.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from turnleaf.gateway.protocols import ConstraintPolicy, Constraints, not_supported
+import orjson
+
+from turnleaf.gateway.protocols import (
+    ConstraintPolicy,
+    Constraints,
+    bad_request,
+    not_supported,
+)
 from turnleaf.gateway.rendering import CallFrame
 
 __all__ = ["constrained_sampling"]
@@ -34,10 +40,17 @@ def constrained_sampling(
             raise not_supported(
                 constraints.fields[-1], "it cannot be enforced together with response_format"
             )
-        return {"json_schema": json.dumps(constraints.json_schema)}
+        return {"json_schema": _json(constraints.json_schema, field)}
     if call_frame is None:
         raise not_supported(field, "it cannot be enforced in this model's format of tool calls")
-    return {"structural_tag": json.dumps(_structural_tag(constraints, call_frame))}
+    return {"structural_tag": _json(_structural_tag(constraints, call_frame), field)}
+
+
+def _json(wanted: Mapping[str, Any], field: str) -> str:
+    try:
+        return orjson.dumps(wanted).decode()
+    except orjson.JSONEncodeError:
+        raise bad_request(field, "its schema is nested too deeply") from None
 
 
 def _structural_tag(
