@@ -25,7 +25,7 @@ from turnleaf.gateway.rendering.parsers._base import (
     Tools,
 )
 from turnleaf.gateway.rendering.parsers._call_reader import CallForm, TaggedCallReader
-from turnleaf.gateway.rendering.parsers._content import ContentReader, content_of
+from turnleaf.gateway.rendering.parsers._content import content_of
 from turnleaf.gateway.rendering.parsers._deepseek import DEEPSEEK_FORM, parse_deepseek
 from turnleaf.gateway.rendering.parsers._glm import parse_glm
 from turnleaf.gateway.rendering.parsers._harmony import CALL_END, parse_harmony
@@ -40,9 +40,7 @@ __all__ = [
     "CALL_END",
     "CallFrame",
     "CallParser",
-    "CallReader",
     "ContentDelta",
-    "ContentReader",
     "Delta",
     "HarmonyReader",
     "MessageParser",
