@@ -714,3 +714,11 @@ def test_any_stream_is_trusted_or_refused(chunks: list[bytes]) -> None:
     assert told == reply.output.tolist()
     assert len(reply.output) == len(reply.logprobs) == stream.sampled
     assert sum(span.count for span in reply.weight_versions) == stream.sampled
+
+
+def test_what_broke_off_has_the_weights_that_each_event_names() -> None:
+    stream = ReplyStream(request_for(), lambda _: None, lambda: None)
+    for total, ids, version in ((2, [4, 5], "1"), (3, [6], "1"), (4, [7], "2")):
+        entries = [[-0.5, token_id, None] for token_id in ids]
+        stream.feed(event(total, entries, weight_version=version))
+    assert stream.reply().weight_versions == (WeightSpan("1", 3), WeightSpan("2", 1))

@@ -30,6 +30,7 @@ from turnleaf.gateway.engines._sglang_wire import (
     read_entries,
     read_reply,
     reply_limit,
+    weight_version,
 )
 
 __all__ = ["ReplyStream", "StreamError"]
@@ -66,6 +67,7 @@ class ReplyStream:
     _cumulative: bool = attrs.field(init=False, default=False)
     _outputs: list[TokenIds] = attrs.field(init=False, factory=list)
     _logprobs: list[Logprobs] = attrs.field(init=False, factory=list)
+    _spans: list[dict[str, Any]] = attrs.field(init=False, factory=list)
     _meta: dict[str, Any] = attrs.field(init=False, factory=dict)
     _finish: dict[str, Any] | None = attrs.field(init=False, default=None)
     _line: bytearray = attrs.field(init=False, factory=bytearray)
@@ -112,11 +114,11 @@ class ReplyStream:
         """What an unstreamed call would have been answered; raises UntrustedReply.
 
         Where the stream broke off, what was received until then, as the part of a call that the
-        engine aborted, with the version of the weights that the last event names.
+        engine aborted, each event's with the version of the weights that it names.
         """
         meta, finish = self._meta, self._finish
         if finish is None:
-            meta, finish = {**meta, "weight_versions": None}, {"type": "abort"}
+            meta, finish = {**meta, "weight_versions": self._spans}, {"type": "abort"}
         return read_reply(
             meta,
             finish,
@@ -152,6 +154,7 @@ class ReplyStream:
             check_prompt(meta, len(self._request.input_ids))
             self._outputs.append(ids)
             self._logprobs.append(logprobs)
+            self._note_weights(weight_version(meta), self.sampled + len(ids))
             self.sampled += len(ids)
         self._meta = meta
         if len(ids):
@@ -160,6 +163,12 @@ class ReplyStream:
         if type(status) is int and status >= 400 and not self.sampled:
             raise StreamError(status, one_line(finish))
         self._finish = finish
+
+    def _note_weights(self, version: Any, end: int) -> None:
+        if self._spans and self._spans[-1]["version"] == version:
+            self._spans[-1]["end"] = end
+        else:
+            self._spans.append({"version": version, "start": self.sampled, "end": end})
 
     def _new(self, meta: dict[str, Any], *, aborted: bool) -> tuple[TokenIds, Logprobs]:
         """What the event has beyond those before."""

@@ -30,6 +30,7 @@ __all__ = [
     "read_entries",
     "read_reply",
     "reply_limit",
+    "weight_version",
 ]
 
 _UNNAMED_WEIGHTS = "default"  # SGLang's own name for weights that nobody named
@@ -159,6 +160,12 @@ def check_prompt(meta: dict[str, Any], prompt_length: int) -> None:
         )
 
 
+def weight_version(meta: dict[str, Any]) -> Any:
+    """The version of the weights that sample while the engine says so."""
+    version = meta.get("weight_version")
+    return _UNNAMED_WEIGHTS if version is None else version
+
+
 def reply_limit(request: EngineRequest) -> int:
     """The most bytes that a reply may have."""
     if request.experts is None:
@@ -234,11 +241,9 @@ def _entry_problem(entry: Any) -> str | None:
 
 
 def _weight_spans(meta: dict[str, Any], sampled: int) -> tuple[WeightSpan, ...]:
-    version = meta.get("weight_version")
-    version = _UNNAMED_WEIGHTS if version is None else version
     reported = meta.get("weight_versions")
     if reported is None:
-        reported = [{"version": version, "start": 0, "end": sampled}]
+        reported = [{"version": weight_version(meta), "start": 0, "end": sampled}]
     if not isinstance(reported, list):
         raise untrusted(f"weight_versions is {shown(reported)}, not a list")
     spans = []
