@@ -24,8 +24,8 @@ from turnleaf.gateway.protocols import RequestError, error_event
 QUESTION = {"role": "user", "content": "What is 2 + 2?"}
 RULE = 66207
 """The id of 112 dashes behind a space."""
-LARGE = {"ids": [RULE] * 60_000}
-"""More than kernels keep of what nobody reads."""
+LARGE = {"ids": [RULE] * 60_000, "events": [20_000] * 2}
+"""More than kernels keep of what nobody reads, in few events where it is streamed."""
 THROTTLING = re.compile(r"429|rate.?limit|too.?many.?requests|throttl", re.IGNORECASE)
 
 
