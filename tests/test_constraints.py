@@ -114,6 +114,10 @@ async def test_what_cannot_be_enforced_is_refused_by_name() -> None:
         with pytest.raises(BadRequestError) as both:
             await ask(stack, {**AS_JSON, **FORCED})
         assert both.value.param == "tool_choice"
+        # A schema would forbid what the model may want to call.
+        with pytest.raises(BadRequestError, match="tool_choice 'none'") as calls:
+            await ask(stack, {**AS_JSON, "tools": [tool("add")]})
+        assert calls.value.param == "response_format"
         assert stack.engine.calls == []
     async with running_gateway([], constraints="enforce", template="qwen3_5_think") as stack:
         for fields, param in ((FORCED, "tool_choice"), (AS_JSON, "response_format")):

@@ -69,9 +69,27 @@ async def test_more_replies_than_turns_are_left_are_refused_as_such() -> None:
         key = await stack.open()
         async with httpx.AsyncClient() as http:
             status, code, message = refusal(await post(http, key, n=3))
-            assert (status, code) == (400, "rollout_limit_exceeded")
-            assert message.startswith("this rollout has 2 of its 2 turns left (turnleaf.max_turns)")
+            assert (status, code) == (400, "invalid_value")
+            assert "2 of its 2 turns left (turnleaf.max_turns)" in message
             assert (await post(http, key, n=2)).status_code == 200
+        await stack.close(key)
+
+
+@pytest.mark.anyio
+async def test_each_reply_counts_as_in_flight() -> None:
+    limits = Limits(max_requests_in_flight=2)
+    script = [{"text": "four", "delay": 0.3}] * 2 + [{"text": "five"}]
+    async with running_gateway(script, limits=limits) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient() as http:
+            status, code, message = refusal(await post(http, key, n=3))
+            assert (status, code) == (400, "invalid_value")
+            assert "turnleaf.max_requests_in_flight" in message
+            asking = asyncio.ensure_future(post(http, key, n=2))
+            await until(lambda: len(stack.engine.calls) == 2)
+            assert (await post(http, key)).status_code == 429
+            assert (await asking).status_code == 200
+            assert (await post(http, key)).status_code == 200
         await stack.close(key)
 
 
@@ -224,7 +242,13 @@ async def test_nothing_is_added_to_a_reply_whose_key_is_closed_while_it_is_read(
             assert [turn.excluded for turn in trajectory.turns] == ["undelivered"]
             body = await response.aread()
         await until(lambda: not record.calls)
-    assert body.endswith(b"data: [DONE]\n\n" if stream else b"}}")
+    if stream:
+        *_, last, end = body.split(b"\n\n")
+        whole = last == b"data: [DONE]"
+        assert (whole or b'"error"' in last, end) == (True, b"")
+        assert whole + body.count(b'"error"') == 1
+    else:
+        assert body.endswith(b"}}")
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 

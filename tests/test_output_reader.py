@@ -24,11 +24,10 @@ from turnleaf.gateway.rendering import (
     Renderer,
 )
 from turnleaf.gateway.rendering._control import ControlledTokenizer
-from turnleaf.gateway.rendering._outputs import OutputFormat
+from turnleaf.gateway.rendering._outputs import OutputFormat, Parsed
 from turnleaf.gateway.rendering._pieces import PieceReader
 from turnleaf.gateway.rendering.parsers import (
     CallParser,
-    ContentReader,
     Piece,
     Tools,
     content_of,
@@ -40,6 +39,7 @@ from turnleaf.gateway.rendering.parsers import (
     parse_qwen_xml,
     split_reasoning,
 )
+from turnleaf.gateway.rendering.parsers._content import ContentReader
 from turnleaf.gateway.rendering.parsers._search import Search
 
 Load = Callable[..., Renderer]
@@ -147,6 +147,18 @@ def check(format_: OutputFormat, calls: Sequence[str], data: st.DataObject) -> N
     compare(format_, output, data.draw(cuts(len(output))), tools, prompted, stop)
 
 
+def ended(
+    format_: OutputFormat, output: Sequence[int], tools: Tools | None, matched: str | None = None
+) -> Parsed:
+    return format_.parse(
+        np.array(output, dtype=np.int32),
+        tools=tools,
+        finish_reason="length" if matched is None else "stop",
+        matched=matched,
+        prompt=None,
+    )
+
+
 def compare(
     format_: OutputFormat,
     output: Sequence[int],
@@ -171,8 +183,7 @@ def compare(
                 matched=matched,
                 prompt=prompt,
             )
-            parsed, rest = reader.finish(finish_reason, matched)
-            assert parsed == truth
+            rest = reader.finish(truth)
             assert message_of([*told, *rest]) == (truth.content, truth.reasoning, truth.calls)
 
 
@@ -282,12 +293,14 @@ def test_calls_are_told_once_they_are_complete(load_family: Load, name: str, cal
     before += "So.\n" + ("<｜tool▁calls▁begin｜>" if call == DEEPSEEK else "")
     reader = renderer.reader(tools=TOOLS, prompt=None, stop=[])
     ran = ParsedCall("run", '{"a": "1"}')
-    told = told_before_the_end(reader, ids(renderer._tokenizer, f"{before}{call}\n"))
+    first = ids(renderer._tokenizer, f"{before}{call}\n")
+    told = told_before_the_end(reader, first)
     assert message_of(told) == ("So.", "", (ran,))
-    told += told_before_the_end(reader, ids(renderer._tokenizer, f"{call}\nThat is all."))
+    second = ids(renderer._tokenizer, f"{call}\nThat is all.")
+    told += told_before_the_end(reader, second)
     assert message_of(told) == ("So.\nThat is all", "", (ran, ran))
     assert message_of(told[: told.index(ran)]) == ("So.", "", ())
-    _, rest = reader.finish("length", None)
+    rest = reader.finish(ended(renderer._outputs, [*first, *second], TOOLS))
     assert rest == (ContentDelta("."),)
 
 
@@ -297,10 +310,12 @@ def test_harmony_tells_calls_where_several_can_be_shown() -> None:
     several = OutputReader(format_of("harmony"), tools=TOOLS, prompt=None, stop=[])
     calls = (ParsedCall("run", '{"a": "1"}'),) * 2
     assert message_of(told_before_the_end(several, output)) == ("", "hm", calls)
-    one = OutputReader(format_of("harmony", parallel=False), tools=TOOLS, prompt=None, stop=[])
+    single = format_of("harmony", parallel=False)
+    one = OutputReader(single, tools=TOOLS, prompt=None, stop=[])
     assert message_of(told_before_the_end(one, output)) == ("", "hm", ())
     # More calls than can be shown are text, and what was reasoning still is.
-    parsed, _ = one.finish("length", None)
+    parsed = ended(single, output, TOOLS)
+    one.finish(parsed)
     called = HARMONY.removesuffix("<|call|>")
     assert parsed.content.count(called) == 2
     assert (parsed.reasoning, parsed.calls, parsed.malformed) == ("hm", (), 2)
@@ -316,21 +331,25 @@ def test_a_call_whose_value_spells_out_its_end() -> None:
 
 def test_a_stop_string_is_held_back() -> None:
     tokenizer = byte_tokenizer()
-    reader = OutputReader(format_of("hermes"), tools=None, prompt=None, stop=["\nObservation:"])
-    told = told_before_the_end(reader, ids(tokenizer, "one\nOb two\nObserv"))
+    format_ = format_of("hermes")
+    reader = OutputReader(format_, tools=None, prompt=None, stop=["\nObservation:"])
+    first, second = ids(tokenizer, "one\nOb two\nObserv"), ids(tokenizer, "ation: three")
+    told = told_before_the_end(reader, first)
     assert message_of(told) == ("one\nOb two", "", ())
-    told += told_before_the_end(reader, ids(tokenizer, "ation: three"))
+    told += told_before_the_end(reader, second)
     assert message_of(told) == ("one\nOb two", "", ())
-    assert reader.finish("stop", "\nObservation:")[1] == ()
+    assert reader.finish(ended(format_, [*first, *second], None, "\nObservation:")) == ()
     # The engine may as well have gone on.
-    assert reader.finish("length", None)[1] == (ContentDelta("\nObservation: three"),)
+    went_on = reader.finish(ended(format_, [*first, *second], None))
+    assert went_on == (ContentDelta("\nObservation: three"),)
 
 
 def test_a_stop_string_that_the_reader_was_not_told() -> None:
-    reader = OutputReader(format_of("hermes"), tools=None, prompt=None, stop=[])
-    reader.feed(ids(byte_tokenizer(), "one STOP two"))
+    format_, output = format_of("hermes"), ids(byte_tokenizer(), "one STOP two")
+    reader = OutputReader(format_, tools=None, prompt=None, stop=[])
+    reader.feed(output)
     with pytest.raises(ContradictionError, match="tell the reader every stop string"):
-        reader.finish("stop", "STOP")
+        reader.finish(ended(format_, output, None, "STOP"))
 
 
 # What it costs

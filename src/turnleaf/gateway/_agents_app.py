@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -12,7 +13,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from turnleaf.core import wait_for_first
 from turnleaf.gateway._asked import Asked, identity_of
 from turnleaf.gateway._http import bearer, decoded, guarded, json_response, not_served, read_body
 from turnleaf.gateway._keys import Call, Keys, Record, ended
@@ -161,28 +161,28 @@ class ChatCompletions:
         self, record: Record, asked: Asked, call: Call, receive: Receive, reply: "_Sending"
     ) -> None:
         """Wait for a turn and tell the agent of it; returns when that is done or the agent gone."""
-        client = _Client(receive)
+        client = _Client(receive, on_gone=asked.notify)
         asked.take()
         delivered = False
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(client.watch)
-                while not asked.done.is_set() and not client.gone.is_set():
+                while not asked.done.is_set() and not client.gone:
                     changed = asked.changed
                     await reply.pass_on(asked)
                     with anyio.move_on_after(self._keep_alive) as silence:
-                        await wait_for_first(changed.wait, client.gone.wait)
+                        await changed.wait()
                     if silence.cancelled_caught:
                         await reply.keep_alive()
                 await anyio.lowlevel.checkpoint()  # a disconnect noticed meanwhile shows now
                 outcome = asked.outcome
-                if isinstance(outcome, Completion) and not client.gone.is_set():
+                if isinstance(outcome, Completion) and not client.gone:
                     await reply.complete(outcome, asked)
                     # At once: the server reports the end of a reply as a disconnect too.
-                    if not client.gone.is_set():
+                    if not client.gone:
                         self._turns.deliver(record, *outcome.turn_ids)
                         delivered = call.answered = True
-                elif isinstance(outcome, RequestError) and not client.gone.is_set():
+                elif isinstance(outcome, RequestError) and not client.gone:
                     await reply.fail(outcome)
                     call.answered = True
                 tasks.cancel_scope.cancel()
@@ -218,15 +218,17 @@ class ChatCompletions:
 class _Client:
     """Notices when the client goes away."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, *, on_gone: Callable[[], None]) -> None:
         self._receive = receive
-        self.gone = anyio.Event()
+        self._on_gone = on_gone
+        self.gone = False
 
     async def watch(self) -> None:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self.gone.set()
+                self.gone = True
+                self._on_gone()
                 return
 
 

@@ -48,7 +48,7 @@ class Asked:
     def tell(self, event: bytes) -> None:
         """There is more to send to a streaming client."""
         self.events.append(event)
-        self._notify()
+        self.notify()
 
     def finish(self, outcome: Completion | RequestError) -> None:
         """The turn is over."""
@@ -57,14 +57,14 @@ class Asked:
             self.refused_at, self.unretried = time.monotonic(), self.waiting
         self.done.set()
         self._forget_events()
-        self._notify()
+        self.notify()
 
     def take(self) -> None:
         """One more connection waits for the reply."""
         self.waiting += 1
         self.given += 1
         self.lost_at = None
-        self._notify()
+        self.notify()
 
     def leave(self, *, delivered: bool) -> None:
         """A connection waits no longer: it has the reply, or is lost."""
@@ -73,12 +73,12 @@ class Asked:
         if not self.waiting and not self.delivered:
             self.lost_at = time.monotonic()
         self._forget_events()
-        self._notify()
+        self.notify()
 
     def deliver(self) -> None:
         """The agent has the reply, as a later request of its shows."""
         self.delivered, self.lost_at = True, None
-        self._notify()
+        self.notify()
 
     async def abandoned(self, grace: float) -> None:
         """Return when the turn is over, or nobody has waited for it for `grace` seconds."""
@@ -95,7 +95,8 @@ class Asked:
         if self.done.is_set() and not self.waiting:
             self.events = []
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Wake whoever waits for something to happen to the turn."""
         self.changed.set()
         self.changed = anyio.Event()
 

@@ -114,6 +114,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head, self._stray_bytes = False, None
         self._stop_timer()
+        if not self.transport.get_write_buffer_size():
+            self._stop_waiting_for_reader()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:

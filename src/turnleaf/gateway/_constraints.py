@@ -23,12 +23,15 @@ __all__ = ["constrained_sampling"]
 def constrained_sampling(
     constraints: Constraints,
     policy: ConstraintPolicy,
+    *,
     call_frame: Callable[[str], CallFrame] | None,
+    may_call: bool,
 ) -> Mapping[str, Any] | None:
     """SGLang's sampling parameters that enforce constraints; None when nothing is to be enforced.
 
-    call_frame: how a call of a function is written around its arguments; None when they are not
-    JSON. Raises RequestError, naming the field, for what is refused or cannot be enforced.
+    may_call: the reply may call tools. call_frame: how a call of a function is written around its
+    arguments; None when they are not JSON. Raises RequestError, naming the field, for what is
+    refused or cannot be enforced.
     """
     if not constraints or policy == "hint":
         return None
@@ -39,6 +42,12 @@ def constrained_sampling(
         if constraints.tools:
             raise not_supported(
                 constraints.fields[-1], "it cannot be enforced together with response_format"
+            )
+        if may_call:
+            raise not_supported(
+                field,
+                "it cannot be enforced while the reply may call tools, since it would forbid all "
+                "calls; send tool_choice 'none' or no tools",
             )
         return {"json_schema": _json(constraints.json_schema, field)}
     if call_frame is None:

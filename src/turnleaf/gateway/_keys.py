@@ -115,8 +115,8 @@ class Record:
         """The call of a request for so many turns; raises RequestError when a limit is reached."""
         self.limits.check_turns(len(self.trajectory) + sum(c.due for c in self.calls), turns)
         self.limits.tokens_left(self.sampled_tokens)
-        in_flight = sum(not (call.joined or call.answered) for call in self.calls)
-        self.limits.check_in_flight(in_flight)
+        waited_for = (call for call in self.calls if not (call.joined or call.answered))
+        self.limits.check_in_flight(sum(max(call.due, 1) for call in waited_for), turns)
         return Call(due=turns)
 
     def add(self, turn: Turn, call: Call) -> None:

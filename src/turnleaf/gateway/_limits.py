@@ -2,7 +2,7 @@
 
 import attrs
 
-from turnleaf.gateway.protocols import RequestError
+from turnleaf.gateway.protocols import RequestError, bad_request
 
 __all__ = ["Limits"]
 
@@ -19,8 +19,8 @@ class Limits:
     what does not a 400, which no client sends again.
 
     max_turns: turns that a rollout may have. max_rollout_tokens: tokens that may be sampled for
-    it in all. max_requests_in_flight: its requests under way at once; as many connections more may
-    wait with retries of these, or send their requests.
+    it in all. max_requests_in_flight: its requests under way at once, each reply counted; as many
+    connections more may wait with retries of these, or send their requests.
     """
 
     max_turns: int | None = None
@@ -32,9 +32,15 @@ class Limits:
         if open_now >= 2 * self.max_requests_in_flight:
             raise self._busy(f"{open_now} connections")
 
-    def check_in_flight(self, in_flight: int) -> None:
-        """One more request that is no retry."""
-        if in_flight >= self.max_requests_in_flight:
+    def check_in_flight(self, in_flight: int, asked: int) -> None:
+        """One more request, which is no retry, for so many replies. Each counts as a request."""
+        if asked > self.max_requests_in_flight:
+            raise bad_request(
+                "n",
+                f"is {asked}, more than turnleaf.max_requests_in_flight, which is "
+                f"{self.max_requests_in_flight}",
+            )
+        if in_flight + asked > self.max_requests_in_flight:
             raise self._busy(f"{in_flight} requests")
 
     def check_turns(self, taken: int, asked: int) -> None:
@@ -42,9 +48,10 @@ class Limits:
         if self.max_turns is None or taken + asked <= self.max_turns:
             return
         if taken < self.max_turns:
-            raise _exceeded(
-                f"this rollout has {self.max_turns - taken} of its {self.max_turns} turns left "
-                f"(turnleaf.max_turns), and n asks for {asked}"
+            raise bad_request(
+                "n",
+                f"is {asked}, but this rollout has {self.max_turns - taken} of its "
+                f"{self.max_turns} turns left (turnleaf.max_turns)",
             )
         raise _used_up(f"{self.max_turns} turns", "turnleaf.max_turns")
 
@@ -69,11 +76,9 @@ class Limits:
 
 
 def _used_up(limit: str, setting: str) -> RequestError:
-    return _exceeded(
+    return RequestError(
+        400,
         f"this rollout has used up its {limit} ({setting}): end it, no further model call is "
-        "answered"
+        "answered",
+        code="rollout_limit_exceeded",
     )
-
-
-def _exceeded(message: str) -> RequestError:
-    return RequestError(400, message, code="rollout_limit_exceeded")

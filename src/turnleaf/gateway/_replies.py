@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 
 from turnleaf.core import TokenIds
-from turnleaf.gateway.engines import EngineReply
 from turnleaf.gateway.rendering import ContentDelta, Delta, OutputReader, Parsed, ReasoningDelta
 
 __all__ = ["Tell", "Telling", "message_of"]
@@ -16,7 +15,7 @@ __all__ = ["Tell", "Telling", "message_of"]
 Tell = Callable[[int, dict[str, Any]], None]
 """Is given a choice's index and what comes next in its message, as the protocol's `delta`."""
 
-PASS_ON_EVERY = 0.05
+PASS_ON_EVERY = 0.1
 """Seconds between two times that tokens are read and passed on: nobody reads faster."""
 
 
@@ -52,21 +51,16 @@ class Telling:
         now = time.monotonic()
         if now >= self._read_at + PASS_ON_EVERY:
             self._read_at = now
-            self._read()
+            unread, self._unread = self._unread, []
+            self._pass_on(self._reader.feed(unread))
 
-    def finish(self, reply: EngineReply) -> Parsed:
-        """The whole message, of which nothing is left to tell.
+    def finish(self, parsed: Parsed) -> None:
+        """Tell what is left of the message, as it was read from the recorded tokens.
 
         Raises ContradictionError as `OutputReader.finish` does.
         """
-        self._read()
-        parsed, rest = self._reader.finish(reply.finish_reason, reply.matched)
-        self._pass_on(rest)
-        return parsed
-
-    def _read(self) -> None:
-        unread, self._unread = self._unread, []
-        self._pass_on(self._reader.feed(unread))
+        self._unread = []
+        self._pass_on(self._reader.finish(parsed))
 
     def _pass_on(self, deltas: Iterable[Delta]) -> None:
         for delta in deltas:

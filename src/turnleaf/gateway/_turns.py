@@ -81,7 +81,10 @@ class Turns:
                 param="tools",
             )
         constraint = constrained_sampling(
-            request.constraints, self._constraints, self._renderer.call_frame
+            request.constraints,
+            self._constraints,
+            call_frame=self._renderer.call_frame,
+            may_call=request.readable_tools is not None,
         )
         self._warn_of_ignored(record, request, constraint)
         started, began = time.time(), time.monotonic()
@@ -227,16 +230,15 @@ class Turns:
         telling: Telling | None,
     ) -> Choice:
         request = prepared.request
+        parsed = self._renderer.parse(
+            reply.output,
+            tools=request.readable_tools,
+            finish_reason=reply.finish_reason,
+            matched=reply.matched,
+            prompt=prepared.prompt,
+        )
         if telling is not None:
-            parsed = telling.finish(reply)
-        else:
-            parsed = self._renderer.parse(
-                reply.output,
-                tools=request.readable_tools,
-                finish_reason=reply.finish_reason,
-                matched=reply.matched,
-                prompt=prepared.prompt,
-            )
+            telling.finish(parsed)
         if parsed.malformed:
             record.metrics.malformed(parsed.malformed)
             turn_id = prepared.turn_ids[at]

@@ -131,6 +131,8 @@ class ReplyStream:
         if not line or line.startswith(b":"):
             return
         name, _, data = line.partition(b":")
+        if name in (b"event", b"id", b"retry"):  # of the protocol, and nothing to us
+            return
         if name != b"data":
             raise untrusted("its stream has a line that is no event")
         if data.strip() == b"[DONE]":
