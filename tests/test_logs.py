@@ -130,7 +130,7 @@ async def test_no_error_tells_a_secret_or_a_message(monkeypatch: pytest.MonkeyPa
     async with (
         served(echoing_engine(), listening),
         running_gateway([], engine_url=engine_url, retry_budget=0) as stack,
-        httpx.AsyncClient() as http,
+        httpx.AsyncClient(timeout=60) as http,
     ):
         key = await stack.open()
         url = f"{key.base_url}/chat/completions"
@@ -201,7 +201,7 @@ async def test_a_worker_logs_as_it_is_told_and_has_a_port_for_metrics(
             log_format=log_format,
         )
         written = ""
-        async with run_worker(config) as gateway, httpx.AsyncClient() as http:
+        async with run_worker(config) as gateway, httpx.AsyncClient(timeout=60) as http:
             # The agents' port is another one of its range.
             assert gateway.base_url != f"http://127.0.0.1:{port}/v1"
             watched = f"http://127.0.0.1:{port}"
