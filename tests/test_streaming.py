@@ -164,6 +164,17 @@ async def test_a_stop_string_is_not_passed_on() -> None:
     assert streamed.message[0]["content"] == "one "
 
 
+async def test_a_trainer_may_say_that_it_has_no_stop_strings() -> None:
+    async with running_gateway([{"text": "It is four."}] * 2) as stack:
+        key = await stack.open(stop=None)
+        async with openai_client(key) as client:
+            for stop in (None, ["."]):
+                streamed = await stream(client, stop=stop)
+                await streamed.rest()
+                assert streamed.message[0]["content"] == ("It is four" if stop else "It is four.")
+        await stack.close(key)
+
+
 async def test_a_stream_that_breaks_ends_in_an_error_event() -> None:
     script = [{"text": "It is four", "events": [1, 1], "drop_after": 2}, {"fail": 500, "times": 20}]
     async with running_gateway(script, retry_budget=0.2) as stack:

@@ -83,7 +83,7 @@ class Sampler:
             digest = hashlib.blake2b(prepared.prompt.tobytes(), digest_size=16).digest()
             sampling["sampling_seed"] = seed + record.sampled_from[digest]
             record.sampled_from[digest] += 1
-        stop = sampling.get("stop") or []
+        stop = sampling.pop("stop", None) or []  # None, as absent, is none
         stop = [*([stop] if isinstance(stop, str) else stop), *prepared.request.stop]
         if stop:
             sampling["stop"] = stop
