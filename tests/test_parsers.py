@@ -1,5 +1,6 @@
 import json
 import re
+import time
 
 import pytest
 from hypothesis import given
@@ -574,6 +575,14 @@ def test_harmony_call_that_is_cut_stays_text(end: int) -> None:  # case B15
     _, segments = parse_harmony(pieces(f"{LS}<|start|>assistant{cut}"), calls=True)
     assert segments.parts == (ParsedCall("ls", "{}"), f"<|start|>assistant{cut}")
     assert segments.malformed == 1
+
+
+def test_harmony_header_that_never_ends_takes_no_longer_than_its_text() -> None:
+    header = [Piece("<|channel|>", True), Piece("commentary" + "\n" * 100_000, False)]
+    began = time.monotonic()
+    _, segments = parse_harmony(header, calls=True)
+    assert time.monotonic() - began < 5
+    assert segments.malformed == 0
 
 
 @given(parts=st.lists(st.tuples(harmony_texts, st.booleans()), max_size=12))

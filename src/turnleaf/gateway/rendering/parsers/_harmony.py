@@ -31,7 +31,7 @@ _HEADER = re.compile(
     r"(?: ?to=(?P<behind>[^\s<]+))?(?: ?(?:<\|constrain\|>)? ?(?P<type>\w+))?\s*"
 )
 _ADDRESSED = re.compile(
-    r"(?:<\|(?:start|channel)\|>(?:(?!<\|message\|>).)*?)?\s*to=", flags=re.DOTALL
+    r"(?:<\|(?:start|channel)\|>(?:(?!<\|message\|>).)*?|\s*)to=", flags=re.DOTALL
 )
 _FUNCTIONS = "functions."
 
