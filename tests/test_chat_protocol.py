@@ -104,6 +104,7 @@ def test_tool_choice(choice: Any, parse_calls: bool, forced: bool) -> None:
         ({"stop": [None]}, "stop"),
         ({"stop": ["x"] * 33}, "stop"),
         ({"stop": "x" * 1025}, "stop"),
+        ({"model": "x" * 1025}, "model"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": 1}, "stream_options"),
         ({"model": 1}, "model"),

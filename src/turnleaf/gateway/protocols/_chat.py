@@ -78,6 +78,7 @@ _MAX_STOP_LENGTH = 1024
 _MAX_MESSAGES = 20_000
 _MAX_TOOLS = 1_000
 _MAX_CHOICES = 128  # OpenAI's
+_MAX_MODEL_LENGTH = 1024  # characters, which every event of a stream repeats
 
 
 @attrs.frozen(eq=False)
@@ -153,6 +154,8 @@ def _messages(messages: Any) -> list[Any]:
 def _model(model: Any) -> str:
     if not isinstance(model, str):
         raise bad_request("model", "is a string")
+    if len(model) > _MAX_MODEL_LENGTH:
+        raise bad_request("model", f"is a string of at most {_MAX_MODEL_LENGTH} characters")
     return model
 
 
