@@ -6,16 +6,17 @@ from typing import Any
 
 import anyio
 import httpx
+import numpy as np
 import pytest
 from openai import APIError
 from openai.types.chat import ChatCompletionChunk
 
-from tests.gateway_stack import Stack, openai_client, running_gateway
+from tests.gateway_stack import Stack, openai_client, renderer, running_gateway, tokenizer
 from tests.messages import user
 from tests.waiting import until
 from turnleaf.core import Key
 from turnleaf.gateway import _replies
-from turnleaf.gateway.engines import _continuing
+from turnleaf.gateway.engines import EngineReply, _continuing
 
 pytestmark = pytest.mark.anyio
 
@@ -173,6 +174,20 @@ async def test_a_trainer_may_say_that_it_has_no_stop_strings() -> None:
                 await streamed.rest()
                 assert streamed.message[0]["content"] == ("It is four" if stop else "It is four.")
         await stack.close(key)
+
+
+async def test_what_comes_in_one_long_piece_is_told_at_its_end() -> None:
+    """Reading it would hold up every other rollout of the worker, and hold nothing back."""
+    ids = np.array(tokenizer().encode(" word" * 2000), dtype=np.int32)
+    told: list[dict[str, Any]] = []
+    reader = renderer("qwen3").reader(tools=None, prompt=None, stop=())
+    telling = _replies.Telling(lambda _, fields: told.append(fields), reader, 0, "chatcmpl-1")
+    telling.take(ids[:10])
+    assert told == [{"content": " word" * 9}]  # the last token may be the one that ends it
+    telling.take(ids[10:])
+    assert len(told) == 1
+    telling.finish(EngineReply(ids, np.zeros(2000, dtype=np.float32), "length", None, 0, ()))
+    assert [*map(str, told[1:])] == [str({"content": " word" * 1991})]
 
 
 async def test_a_stream_that_breaks_ends_in_an_error_event() -> None:

@@ -18,6 +18,10 @@ Tell = Callable[[int, dict[str, Any]], None]
 PASS_ON_EVERY = 0.1
 """Seconds between two times that tokens are read and passed on: nobody reads faster."""
 
+READ_AT_ONCE = 1_000
+"""Tokens that are read at once, at most: more are there only when they come at the end, where all
+of the output is parsed anyway, and reading them would hold up the event loop."""
+
 
 def message_of(parsed: Parsed, turn_id: str) -> dict[str, Any]:
     """The assistant message of a turn."""
@@ -49,7 +53,7 @@ class Telling:
         """The next tokens; see `turnleaf.gateway.engines.TokenListener`."""
         self._unread += ids.tolist()
         now = time.monotonic()
-        if now >= self._read_at + PASS_ON_EVERY:
+        if now >= self._read_at + PASS_ON_EVERY and len(self._unread) <= READ_AT_ONCE:
             self._read_at = now
             unread, self._unread = self._unread, []
             self._pass_on(self._reader.feed(unread))
