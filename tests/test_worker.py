@@ -1,5 +1,6 @@
 """The worker as it really runs: a process of its own, spoken to over HTTP."""
 
+import gc
 import json
 import os
 import signal
@@ -27,7 +28,7 @@ from turnleaf.adapters.mock import (
 )
 from turnleaf.agent import trajectory as own_trajectory
 from turnleaf.core import Background, ContractError, GatewayError, Trajectory, run_rollout
-from turnleaf.gateway import GatewayClient, WorkerConfig, run_worker, running_worker
+from turnleaf.gateway import GatewayClient, WorkerConfig, _worker, run_worker, running_worker
 from turnleaf.gateway._child import child_process
 from turnleaf.gateway._config import PORTS
 from turnleaf.gateway._worker import listen
@@ -335,3 +336,20 @@ def test_a_configuration_survives_the_pipe() -> None:
             WorkerConfig.from_mapping(one.to_mapping() | {"routed_experts_shape": shape})
     assert "token-of-control" not in repr(one)
     assert attrs.evolve(one, port=1).port == 1
+
+
+def test_what_a_worker_starts_with_is_never_collected_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A collection stops the event loop for as long as it takes."""
+    mapping = {"engine_url": "http://127.0.0.1:1", "model": str(checkpoint("qwen3"))}
+    settings = {**mapping, "control_token": "token-of-control", "port": 0}
+    monkeypatch.setattr(_worker, "read_config", lambda: settings)
+    monkeypatch.setattr(_worker, "set_up_logs", lambda _: None)
+    frozen: list[int] = []
+    monkeypatch.setattr(anyio, "run", lambda *_, **__: frozen.append(gc.get_freeze_count()))
+    try:
+        assert _worker.main() == 0
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 10_000

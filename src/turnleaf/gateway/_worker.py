@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import logging
 import socket
 from collections.abc import Iterator
@@ -43,6 +44,10 @@ def main() -> int:
             reasoning_parser=config.reasoning_parser,
         )
         limit = _context_limit(config, renderer)
+        # What is there now stays: looking through it again and again would stop the event loop
+        # for some tenths of a second each time.
+        gc.collect()
+        gc.freeze()
         anyio.run(_serve, config, renderer, limit, backend_options={"use_uvloop": True})
     except ContractError as error:
         announce_error(str(error))
