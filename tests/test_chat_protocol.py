@@ -116,6 +116,8 @@ def test_tool_choice(choice: Any, parse_calls: bool, forced: bool) -> None:
         ({"tools": [{"function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),
         ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": 1}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"tools": [TOOL], "tool_choice": {}}, "tool_choice.function.name"),
         (

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
+import attrs
 import httpx
 import pytest
 from starlette.applications import Starlette
@@ -196,14 +197,12 @@ async def test_a_worker_logs_as_it_is_told_and_has_a_port_for_metrics(
             engine_url,
             str(checkpoint("qwen3")),
             "token-of-control",
-            port=port,
+            port=0,
             metrics_port=port,
             log_format=log_format,
         )
         written = ""
         async with run_worker(config) as gateway, httpx.AsyncClient(timeout=60) as http:
-            # The agents' port is another one of its range.
-            assert gateway.base_url != f"http://127.0.0.1:{port}/v1"
             watched = f"http://127.0.0.1:{port}"
             assert (await http.get(f"{watched}/healthz")).status_code == 200
             assert (await http.get(f"{watched}/readyz")).json() == {"status": "ready"}
@@ -226,10 +225,15 @@ async def test_a_worker_logs_as_it_is_told_and_has_a_port_for_metrics(
                 with pytest.raises(ContractError, match=rf"turnleaf\.metrics_port {port}: cannot"):
                     async with run_worker(config):
                         pass
+                among_agents = attrs.evolve(config, port=port - 31)
+                with pytest.raises(ContractError, match=r"is one of the ports for agents"):
+                    async with run_worker(among_agents):
+                        pass
     lines = written.splitlines()
     if log_format == "json":
         assert {json.loads(line)["logger"] for line in lines} == {"turnleaf.gateway._turns"}
         assert json.loads(lines[0])["key"] == key.id
     else:
-        assert re.match(r"[\d-]+ [\d:,]+ INFO turnleaf\.gateway\._turns: key key-", lines[0])
+        start = r"[\d-]+ [\d:,]+ INFO turnleaf\.gateway\._turns: rollout r, key-"
+        assert re.match(start, lines[0])
     sys.stderr.write(written)

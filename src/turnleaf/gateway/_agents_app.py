@@ -207,7 +207,7 @@ class ChatCompletions:
         except RequestError as error:
             refusal = attrs.evolve(error)  # whose traceback does not hold on to the request
         except Exception:
-            logger.exception("key %s: a turn failed", record.id)
+            logger.exception("%s: a turn failed", record.who)
             text = "the gateway failed; its log says why"
             refusal = RequestError(500, text, code="gateway_error")
         call.due = 0

@@ -95,6 +95,11 @@ class Record:
     _finished: bool = False
     _warned_of_leaves: bool = False
 
+    @property
+    def who(self) -> str:
+        """The rollout, as logs name it."""
+        return f"rollout {self.name}, {self.id}"
+
     def take_indices(self, count: int) -> range:
         """The indices of the next turns."""
         first = self._next_index
@@ -154,10 +159,10 @@ class Record:
         self._warned_of_leaves = True
         forks = self.branches.forks
         logger.warning(
-            "key %s: this rollout has more than %d leaves, each of which is trained with a context "
+            "%s: this rollout has more than %d leaves, each of which is trained with a context "
             "of its own; it forked for these reasons: %s. What helps is in docs/agents.md, "
             '"Keeping to one leaf"%s',
-            self.id,
+            self.who,
             MANY_LEAVES,
             ", ".join(f"{count} × {reason}" for reason, count in forks.most_common()),
             "; against thinking, turnleaf.history.thinking_retention" * bool(forks["thinking"]),
@@ -229,7 +234,8 @@ class Keys:
         """The record that a secret names; raises a 401 RequestError when there is none."""
         if not secret:
             raise _unauthorised(
-                "no API key was sent: pass the payload's _config api_key to the model client"
+                "no API key was sent: pass the payload's _config api_key to the model client, "
+                "which sends it as `Authorization: Bearer …` or `x-api-key`"
             )
         record = self._by_secret.get(_digest(secret))
         if record is None:
@@ -273,7 +279,7 @@ class Keys:
                     await next(iter(record.calls)).finished.wait()
         for record in records:
             for call in record.calls:
-                logger.warning("key %s: a call did not end in time and was cut", record.id)
+                logger.warning("%s: a call did not end in time and was cut", record.who)
                 call.scope.cancel()
             record.finish()
 

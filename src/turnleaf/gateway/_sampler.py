@@ -144,10 +144,10 @@ class Sampler:
         except EngineLost:
             raise ended() from None
         except UntrustedReply as error:
-            logger.error("key %s: %s", record.id, error)
+            logger.error("%s: %s", record.who, error)
             raise RequestError(502, str(error), code="engine_reply") from None
         except EngineUnavailable as error:
-            logger.error("key %s: %s", record.id, error)
+            logger.error("%s: %s", record.who, error)
             raise RequestError(
                 503,
                 "the engine is not available now",  # where it is concerns no agent
@@ -155,7 +155,7 @@ class Sampler:
                 retry_after=RETRY_AFTER,
             ) from None
         except EngineError as error:
-            logger.error("key %s: %s", record.id, error)
+            logger.error("%s: %s", record.who, error)
             said = f": {error.said}" if isinstance(error, EngineRefused) else ""
             # A lasting refusal: clients do not try a 424 again.
             raise RequestError(424, f"{error}{said}", code="engine_refused") from None

@@ -16,6 +16,7 @@ from turnleaf.gateway._replies import Tell, Telling, message_of
 from turnleaf.gateway._sampler import Prepared, Sampler
 from turnleaf.gateway.engines import Engine, EngineReply
 from turnleaf.gateway.protocols import (
+    TRAINER_OWNED,
     ChatRequest,
     Choice,
     Completion,
@@ -267,14 +268,18 @@ class Turns:
         asked = [
             name for name, value in request.ignored.items() if record.sampling.get(name) != value
         ]
-        if constraint is None:
-            asked += request.constraints.kinds
-        record.metrics.ignored(asked)
-        asked = [name for name in asked if name not in record.warned]
-        if asked:
-            record.warned.update(asked)
-            logger.info(
-                "key %s: the agent asks for %s; what the trainer samples with is used instead",
-                record.id,
-                ", ".join(asked),
-            )
+        wished = {
+            "what the trainer samples with is used instead": [
+                name for name in asked if name in TRAINER_OWNED
+            ],
+            "it changes nothing": [name for name in asked if name not in TRAINER_OWNED],
+            "it is a hint, and nothing is masked (turnleaf.constraints)": (
+                request.constraints.kinds if constraint is None else ()
+            ),
+        }
+        for effect, names in wished.items():
+            record.metrics.ignored(names)
+            new = [name for name in names if name not in record.warned]
+            if new:
+                record.warned.update(new)
+                logger.info("%s: the agent asks for %s; %s", record.who, ", ".join(new), effect)

@@ -73,6 +73,7 @@ async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
         # Before the agents' port is chosen, which may be any of a range.
         metrics_socket = None
         if config.metrics_port is not None:
+            _check_apart(config.metrics_port, config.port)
             metrics_socket = stack.enter_context(
                 _listen_for_metrics(config.host, config.metrics_port)
             )
@@ -109,6 +110,14 @@ async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
         await until_stdin_closes()
         for purpose in get_args(Purpose):
             await keys.close_all(purpose)
+
+
+def _check_apart(metrics_port: int, port: int) -> None:
+    if port <= metrics_port < port + PORTS and port:
+        raise ContractError(
+            f"turnleaf.metrics_port {metrics_port} is one of the ports for agents, which begin at "
+            f"gateway_port {port} and are {PORTS}: choose one outside of them"
+        )
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The protocols that agents speak, apart from how they are served."""
 
-from turnleaf.gateway.protocols._chat import ChatRequest, parse_chat_request
+from turnleaf.gateway.protocols._chat import TRAINER_OWNED, ChatRequest, parse_chat_request
 from turnleaf.gateway.protocols._completions import (
     Choice,
     Completion,
@@ -15,6 +15,7 @@ from turnleaf.gateway.protocols._errors import RequestError, bad_request, not_su
 from turnleaf.gateway.protocols._messages import Message, canonical_text, normalise
 
 __all__ = [
+    "TRAINER_OWNED",
     "ChatRequest",
     "Choice",
     "Completion",

@@ -8,7 +8,7 @@ import attrs
 from turnleaf.gateway.protocols._constraints import Constraints, read_constraints
 from turnleaf.gateway.protocols._errors import bad_request, not_supported
 
-__all__ = ["ChatRequest", "parse_chat_request"]
+__all__ = ["TRAINER_OWNED", "ChatRequest", "parse_chat_request"]
 
 TRAINER_OWNED = frozenset(
     {
@@ -181,7 +181,7 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
 
 def _count(n: Any) -> int:
     if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= _MAX_CHOICES:
-        raise bad_request("n", f"is a whole number from 1 to {_MAX_CHOICES}")
+        raise bad_request("n", f"is {n!r}, but must be a whole number from 1 to {_MAX_CHOICES}")
     return n
 
 

@@ -96,7 +96,9 @@ def _chosen(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping
     if choice in (None, "auto", "none"):
         return None
     if choice == "required":
-        return tools or None
+        if not tools:
+            raise bad_request("tool_choice", "is 'required', but the request has no tools")
+        return tools
     if not isinstance(choice, dict):
         raise bad_request("tool_choice", "is 'auto', 'none', 'required' or names a function")
     if choice.get("type", "function") != "function":

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
+
 from turnleaf.gateway._json import DECODER, check_text
 from turnleaf.gateway.protocols._errors import RequestError, bad_request, not_supported
 
@@ -141,6 +143,7 @@ def _part(part: Any, where: str) -> str:
 
 
 def _unsupported_part(where: str, kind: Any) -> RequestError:
-    return not_supported(
+    error = not_supported(
         f"{where} of type {kind!r}", "only text parts can be turned into training samples"
     )
+    return attrs.evolve(error, param=where)
