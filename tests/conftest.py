@@ -11,7 +11,7 @@ from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests import slime_real
-from tests.families import family_checkpoint
+from tests.families import family_renderer
 from turnleaf.adapters.mock import FileTokenizer, Script, ScriptedEngine, serve_engine
 from turnleaf.adapters.mock._checkpoint import Family, cached_checkpoint
 from turnleaf.gateway.rendering import Renderer
@@ -107,12 +107,4 @@ def load_renderer(checkpoint: Callable[..., Path]) -> Callable[..., Renderer]:
 @pytest.fixture(scope="session")
 def load_family() -> Callable[..., Renderer]:
     """`load_family("llama-3.1", **template_arguments)`: each is loaded once."""
-    loaded: dict[Any, Renderer] = {}
-
-    def load(name: str, **arguments: Any) -> Renderer:
-        key = name, *arguments.items()
-        if key not in loaded:
-            loaded[key] = Renderer.load(family_checkpoint(name), template_arguments=arguments)
-        return loaded[key]
-
-    return load
+    return family_renderer

@@ -13,12 +13,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from turnleaf.adapters.mock._checkpoint import _visible, cached_checkpoint
+from turnleaf.gateway.rendering import Renderer
 
 TOOL_TOKENS = ("<tool_call>", "</tool_call>")
 QWEN_SPECIAL = (
@@ -306,6 +308,12 @@ def family_checkpoint(name: str) -> Path:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return folder
+
+
+@cache
+def family_renderer(name: str, **arguments: Any) -> Renderer:
+    """The renderer of a family, with template arguments; loaded once in a process."""
+    return Renderer.load(family_checkpoint(name), template_arguments=arguments)
 
 
 def _write(folder: Path, family: Family, template: str) -> None:

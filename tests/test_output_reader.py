@@ -1,5 +1,9 @@
-"""What is told of an output while it is sampled, beside what the whole of it says."""
+"""What is told of an output while it is sampled, beside what the whole of it says.
 
+TURNLEAF_LONG=N tries N times 150 outputs of each format, and N times 8 of each family.
+"""
+
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -43,7 +47,8 @@ from turnleaf.gateway.rendering.parsers._content import ContentReader
 from turnleaf.gateway.rendering.parsers._search import Search
 
 Load = Callable[..., Renderer]
-a_few = settings(max_examples=8, suppress_health_check=list(HealthCheck))
+LONG = int(os.environ.get("TURNLEAF_LONG", "0"))
+a_few = settings(max_examples=8 * LONG or 5, suppress_health_check=list(HealthCheck))
 
 TOOLS = [
     {
@@ -188,7 +193,7 @@ def compare(
 
 
 @every_format
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150 * LONG or 60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_all_that_is_told_is_the_message(name: str, data: st.DataObject) -> None:
     opened = data.draw(st.sampled_from([None, "<think>", "<think>\n"]))
@@ -376,15 +381,16 @@ def test_the_cost_follows_the_new_tokens(name: str, kind: str) -> None:
         text = text.replace("<tool_call>", "<｜tool▁calls▁begin｜>")
         text = text.replace("</tool_call>", "<｜tool▁call▁end｜>")
     output = ids(byte_tokenizer(), text)
-    once, twice = (work(name, times * output) for times in (1, 2))
+    once, twice = work(name, output, output)
     assert twice < 2.2 * once
 
 
-def work(name: str, output: Sequence[int]) -> int:
-    """Calls that reading the tokens one by one makes, and characters that parsers are given."""
+def work(name: str, *outputs: Sequence[int]) -> list[int]:
+    """Calls that reading the tokens one by one has made behind each of the outputs, which follow
+    each other, and characters that parsers were given."""
     reader = OutputReader(format_of(name), tools=TOOLS, prompt=None, stop=["STOP"])
     parsers = {parse.__name__ for parse, _ in CALLS_IN_TEXT}
-    done = 0
+    done, after = 0, []
 
     def count(frame: FrameType, event: str, argument: object) -> None:
         nonlocal done
@@ -394,10 +400,12 @@ def work(name: str, output: Sequence[int]) -> int:
 
     sys.setprofile(count)
     try:
-        told_before_the_end(reader, output)
+        for output in outputs:
+            told_before_the_end(reader, output)
+            after.append(done)
     finally:
         sys.setprofile(None)
-    return done
+    return after
 
 
 # The parts that it is made of
