@@ -32,7 +32,7 @@ from turnleaf.gateway.engines import (
     wants_top_p_ids,
 )
 from turnleaf.gateway.engines._sglang_wire import decode_reply, encode_request
-from turnleaf.gateway.protocols import ChatRequest, Completion, RequestError
+from turnleaf.gateway.protocols import ChatRequest, Choice, Completion, RequestError
 
 TOLD_AT_ONCE = 5
 """So many tokens a stream brings at once."""
@@ -157,12 +157,21 @@ class Exchange:
 
 
 @attrs.frozen
+class ToldChoice:
+    """One of the replies that an agent was told. turn_id: what it is recorded as."""
+
+    turn_id: str
+    message: dict[str, Any]
+    finish_reason: str
+    logprobs: list[dict[str, Any]] | None
+
+
+@attrs.frozen
 class Told:
     """What an agent was told, streamed or not."""
 
     id: str
-    message: dict[str, Any]
-    finish_reason: str
+    choices: tuple[ToldChoice, ...]
     usage: dict[str, Any] | None
 
 
@@ -170,10 +179,10 @@ def read_reply(exchange: Exchange) -> Told:
     """A whole reply of status 200; fails where it breaks the protocol's form."""
     if not exchange.reply.startswith((b"data:", b":")):
         body = json.loads(exchange.reply)
-        (choice,) = body["choices"]
-        assert choice["index"] == 0
+        assert [choice["index"] for choice in body["choices"]] == list(range(len(body["choices"])))
         assert body["object"] == "chat.completion"
-        return Told(body["id"], choice["message"], choice["finish_reason"], body["usage"])
+        choices = [_told_choice(body["id"], choice) for choice in body["choices"]]
+        return Told(body["id"], tuple(choices), body["usage"])
     events = bytes(exchange.reply).split(b"\n\n")
     assert events.pop() == b""
     data = [event.removeprefix(b"data: ") for event in events if event.startswith(b"data: ")]
@@ -181,34 +190,52 @@ def read_reply(exchange: Exchange) -> Told:
     return _joined([json.loads(one) for one in data])
 
 
+def _told_choice(reply_id: str, choice: dict[str, Any]) -> ToldChoice:
+    at, logprobs = choice["index"], choice["logprobs"]
+    return ToldChoice(
+        f"{reply_id}-{at}" if at else reply_id,
+        choice["message"],
+        choice["finish_reason"],
+        None if logprobs is None else logprobs["content"],
+    )
+
+
 def _joined(chunks: list[dict[str, Any]]) -> Told:
     """A streamed reply as the protocol's clients put it together."""
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    finish_reasons, usage, calls = [], None, []
+    usage, pieces = None, dict[int, list[dict[str, Any]]]()
     for chunk in chunks:
         assert chunk["object"] == "chat.completion.chunk"
         assert chunk["id"] == chunks[0]["id"]
         usage = chunk.get("usage") or usage
         for choice in chunk["choices"]:
-            delta = choice["delta"]
-            for name in ("content", "reasoning_content"):
-                if delta.get(name):
-                    message[name] = message.get(name, "") + delta[name]
-            for call in delta.get("tool_calls", ()):
-                if call["index"] == len(calls):
-                    calls.append({"id": "", "type": "", "function": {"name": "", "arguments": ""}})
-                at = calls[call["index"]]
-                at["id"] += call.get("id", "")
-                at["type"] += call.get("type", "")
-                for name, text in call["function"].items():
-                    at["function"][name] += text
-            if choice["finish_reason"] is not None:
-                finish_reasons.append(choice["finish_reason"])
-    (finish_reason,) = finish_reasons
+            pieces.setdefault(choice["index"], []).append(choice)
+    assert sorted(pieces) == list(range(len(pieces)))
+    choices = [_told_choice(chunks[0]["id"], _joined_choice(pieces[at])) for at in sorted(pieces)]
+    return Told(chunks[0]["id"], tuple(choices), usage)
+
+
+def _joined_choice(pieces: list[dict[str, Any]]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        delta = piece["delta"]
+        for name in ("content", "reasoning_content"):
+            if delta.get(name):
+                message[name] = message.get(name, "") + delta[name]
+        for call in delta.get("tool_calls", ()):
+            if call["index"] == len(calls):
+                calls.append({"id": "", "type": "", "function": {"name": "", "arguments": ""}})
+            at = calls[call["index"]]
+            at["id"] += call.get("id", "")
+            at["type"] += call.get("type", "")
+            for name, text in call["function"].items():
+                at["function"][name] += text
     if calls:
         message["tool_calls"] = calls
         message["content"] = message["content"] or None
-    return Told(chunks[0]["id"], message, finish_reason, usage)
+    *others, last = pieces
+    assert not any(piece["finish_reason"] or piece["logprobs"] for piece in others)
+    return {**last, "message": message}
 
 
 @attrs.define(eq=False)
@@ -230,13 +257,15 @@ class HeldEngine:
     """A scripted engine behind SGLang's wire format, which answers when it is told to.
 
     stopped: what a call does that is stopped while it is held; no attempts when it goes on as if
-    nobody had said anything. outcomes: the last reply to each turn, as the gateway read it.
+    nobody had said anything. asked: every request, as it came. outcomes: the last reply to each
+    turn, as the gateway read it.
     """
 
     tokenizer: Tokenizer
     stopped: Callable[[EngineRequest], list[Reply]]
     experts: tuple[int, int] | None = None
     held: list[Held] = attrs.field(init=False, factory=list)
+    asked: list[EngineRequest] = attrs.field(init=False, factory=list)
     outcomes: dict[str, EngineReply] = attrs.field(init=False, factory=dict)
     scripted: ScriptedEngine = attrs.field(init=False)
     _next: Reply = attrs.field(init=False, factory=Reply)
@@ -258,6 +287,7 @@ class HeldEngine:
     ) -> EngineReply:
         held = Held(request)
         self.held.append(held)
+        self.asked.append(request)
         try:
             await wait_for_first(held.released.wait, stop.wait)
             attempts = held.attempts
@@ -316,14 +346,21 @@ class HeldEngine:
 class ObservedTurns:
     """The gateway's turns, and what it made of each request.
 
-    running: turns that are being sampled. failures: of the observers.
+    on_choice: is told of each reply when it is in the history. running: requests that are being
+    sampled, by their first turn. failures: of the observers.
     """
 
     turns: Turns
     on_prepared: Callable[[Record, ChatRequest, Prepared | RequestError], None]
-    on_sampled: Callable[[Record, Prepared, Completion], None]
-    running: set[str] = attrs.Factory(set)
+    on_choice: Callable[[Record, Prepared, Choice], None]
+    on_refused: Callable[[Record, RequestError], None]
+    running: dict[str, Prepared] = attrs.Factory(dict)
     failures: list[Exception] = attrs.Factory(list)
+    _sample_one: Any = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._sample_one = self.turns._sample_one
+        self.turns._sample_one = self._observed_choice  # type: ignore[method-assign]
 
     @property
     def body_limit(self) -> int:
@@ -338,6 +375,7 @@ class ObservedTurns:
         try:
             prepared = await self.turns.prepare(record, request, call, trained=trained)
         except RequestError as error:
+            self._tell(self.on_refused, record, error)
             self._tell(self.on_prepared, record, request, error)
             raise
         self._tell(self.on_prepared, record, request, prepared)
@@ -346,13 +384,21 @@ class ObservedTurns:
     async def sample(
         self, record: Record, prepared: Prepared, call: Call, tell: Tell | None = None
     ) -> Completion:
-        self.running.add(prepared.id)
+        self.running[prepared.id] = prepared
         try:
-            completion = await self.turns.sample(record, prepared, call, tell)
+            return await self.turns.sample(record, prepared, call, tell)
+        except RequestError as error:
+            self._tell(self.on_refused, record, error)
+            raise
         finally:
-            self.running.discard(prepared.id)
-        self._tell(self.on_sampled, record, prepared, completion)
-        return completion
+            del self.running[prepared.id]
+
+    async def _observed_choice(
+        self, record: Record, prepared: Prepared, *more: Any
+    ) -> tuple[Choice, int]:
+        choice, cached_tokens = await self._sample_one(record, prepared, *more)
+        self._tell(self.on_choice, record, prepared, choice)
+        return choice, cached_tokens
 
     def _tell(self, observer: Callable[..., None], *observed: Any) -> None:
         try:

@@ -13,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
@@ -29,20 +28,24 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests import strategies
-from tests.families import family_checkpoint
+from tests.families import family_checkpoint, family_renderer
 from tests.gateway_stack import checkpoint
-from tests.in_process import Exchange, Held, HeldEngine, ObservedTurns, read_reply
+from tests.gateway_stack import renderer as qwen3_renderer
+from tests.in_process import Exchange, Held, HeldEngine, ObservedTurns, ToldChoice, read_reply
 from tests.personas import PERSONAS, as_sent
 from tests.spelling import SPELLINGS, Spelling
 from tests.virtual_time import VirtualLoop
 from turnleaf.adapters.mock import FileTokenizer, Reply, compare
 from turnleaf.core import Trajectory, Turn
-from turnleaf.gateway import _agents_app, _asked, _history, _keys, _sampler, _turns
+from turnleaf.gateway import _agents_app, _asked, _branches, _history, _keys, _sampler, _turns
 from turnleaf.gateway._agents_app import agents_app
 from turnleaf.gateway._control_app import control_app
+from turnleaf.gateway._history import ThinkingRetention
 from turnleaf.gateway._keys import Keys, Record
+from turnleaf.gateway._limits import Limits
 from turnleaf.gateway._readiness import Readiness
 from turnleaf.gateway._sampler import Prepared
 from turnleaf.gateway._turns import Turns
@@ -50,7 +53,9 @@ from turnleaf.gateway._watched import Watched
 from turnleaf.gateway.engines import EngineRequest
 from turnleaf.gateway.protocols import (
     ChatRequest,
+    Choice,
     Completion,
+    ConstraintPolicy,
     RequestError,
     normalise,
 )
@@ -71,6 +76,13 @@ WORD = re.compile(r"w\d+x")
 REMEMBERED_TYPES = (
     *(_keys.Record, _keys.Call, _asked.Asked, _history.History, Trajectory, Turn, Completion),
     *(_history._Node, _history._Known, _history._Reply, _history.Conversation, _history.Match),
+    *(_branches.Branches, _branches._Origin),
+)
+SEED = 7
+FORM = {"type": "json_schema", "json_schema": {"name": "form", "schema": {"type": "object"}}}
+LIMITS = (
+    *(Limits(),) * 3,
+    *(Limits(max_turns=6), Limits(max_rollout_tokens=120), Limits(max_requests_in_flight=2)),
 )
 SYSTEMS = ("You are a helper.", "You are a critic: §")
 
@@ -94,11 +106,12 @@ class Family:
 
 @cache
 def family(name: str) -> Family:
-    folder: Path = checkpoint("qwen3") if name == "qwen3" else family_checkpoint(name)
+    folder = checkpoint("qwen3") if name == "qwen3" else family_checkpoint(name)
+    renderer = qwen3_renderer("qwen3") if name == "qwen3" else family_renderer(name)
     tokenizer = FileTokenizer(folder / "tokenizer.json")
     spelling = SPELLINGS[name]
     ends = frozenset(id_ for end in spelling.ends for id_ in tokenizer.encode(end))
-    return Family(Renderer.load(folder), tokenizer, spelling, ends)
+    return Family(renderer, tokenizer, spelling, ends)
 
 
 @attrs.frozen
@@ -114,17 +127,16 @@ class Asking:
     """What the machine takes for one turn: a request with its retries."""
 
     identity: tuple[bytes, bool]
-    turn_id: str | None
+    turn_ids: tuple[str, ...]
     exchanges: list[Exchange]
 
 
 @attrs.frozen(eq=False)
 class Known:
-    """A turn that was answered. keys: its messages and its reply as they are compared. said: the
-    same as a template is given them."""
+    """A turn with a reply. keys: its messages and its reply as they are compared. said: the same as
+    a template is given them."""
 
-    prepared: Prepared
-    completion: Completion
+    turn_id: str
     tools: str
     keys: list[Any]
     said: list[dict[str, Any]]
@@ -144,10 +156,13 @@ class Rollout:
     words: set[str] = attrs.Factory(set)
     sampled_words: set[str] = attrs.Factory(set)
     asked: list[tuple[Exchange, Dialogue, bool]] = attrs.Factory(list)
+    checked: set[Exchange] = attrs.Factory(set)
     askings: list[Asking] = attrs.Factory(list)
     blurred: set[tuple[bytes, bool]] = attrs.Factory(set)
     prepared: dict[str, Prepared] = attrs.Factory(dict)
     attempts: int = 0
+    joined: int = 0
+    refused: Counter[str] = attrs.Factory(Counter)
     options: dict[str, list[list[dict[str, Any]]]] = attrs.Factory(dict)
     turns: dict[str, Known] = attrs.Factory(dict)
     shown: set[str] = attrs.Factory(set)
@@ -171,14 +186,31 @@ class AgentsMachine(RuleBasedStateMachine):
         self.loop.rule_clocks_of(self.patch, _keys, _asked, _turns, _sampler, _agents_app)
         self.family = family(self.name)
         self.engine = HeldEngine(self.family.tokenizer, self.when_stopped, EXPERTS)
-        self.keys = Keys("restore", retry_grace=GRACE)
+        self.rollouts: list[Rollout] = []
+        self.stopping = "partial"
+        self.count = 0
+        LOG.lines.clear()
+
+    # What agents do.
+
+    @initialize(
+        limits=st.sampled_from(LIMITS),
+        retention=st.sampled_from(["template", "template", "tool_cycle", "all"]),
+        constraints=st.sampled_from(["hint", "enforce"]),
+    )
+    def begin(
+        self, limits: Limits, retention: ThinkingRetention, constraints: ConstraintPolicy
+    ) -> None:
+        self.limits, self.retention, self.constraints = limits, retention, constraints
+        self.keys = Keys("restore", thinking_retention=retention, retry_grace=GRACE, limits=limits)
         turns = Turns(
             self.family.renderer,
             self.engine,
             max_context_tokens=CONTEXT,
             routed_experts_shape=EXPERTS,
+            constraints=constraints,
         )
-        self.observed: Any = ObservedTurns(turns, self.on_prepared, self.on_sampled)
+        self.observed: Any = ObservedTurns(turns, self.on_prepared, self.on_choice, self.on_refused)
         self.agents = Watched(
             agents_app(self.keys, self.observed, model_id="model"), self.keys.metrics
         )
@@ -189,17 +221,8 @@ class AgentsMachine(RuleBasedStateMachine):
             base_url="http://gateway/v1",
             token=TOKEN,
         )
-        self.rollouts: list[Rollout] = []
-        self.stopping = "partial"
-        self.count = 0
-        LOG.lines.clear()
         gc.collect()
         self.before = remembered()
-
-    # What agents do.
-
-    @initialize()
-    def begin(self) -> None:
         self.open_key("train")
         self.open_key("train")
 
@@ -207,6 +230,8 @@ class AgentsMachine(RuleBasedStateMachine):
         name = f"rollout-{len(self.rollouts)}"
         expires_in = 400.0
         sampling = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
+        if len(self.rollouts) % 2:
+            sampling["sampling_seed"] = SEED
         body = {"name": name, "purpose": purpose, "sampling": sampling, "expires_in": expires_in}
         exchange = self.exchange("/keys", TOKEN, body, app=self.control)
         assert exchange.status == 201
@@ -236,13 +261,18 @@ class AgentsMachine(RuleBasedStateMachine):
                     "temperature": st.just(0.5),
                     "seed": st.just(1),
                     "tool_choice": st.sampled_from(["auto", "none", "required"]),
-                    "user": st.just("me"),
+                    "response_format": st.just(FORM),
+                    "n": st.integers(2, 3),
+                    "logprobs": st.just(value=True),
+                    "user": st.just("me §"),
                 },
             ),
             "options",
         )
         if options.get("stream"):
             options["stream_options"] = {"include_usage": True}
+        if "user" in options:
+            options["user"] = self.worded(options["user"], rollout)
         body = chat_body(as_sent(persona, list(dialogue.messages)), TOOLS[dialogue.tools], options)
         trained = data.draw(st.sampled_from([True, True, True, False]), "trained")
         rollout.dialogues.append(dialogue)
@@ -255,7 +285,9 @@ class AgentsMachine(RuleBasedStateMachine):
         persona = data.draw(st.sampled_from(list(PERSONAS)), "persona")
         dialogue = self.drawn_dialogue(data, rollout)
         for _ in range(turns):
-            body = chat_body(as_sent(persona, list(dialogue.messages)), TOOLS[dialogue.tools], {})
+            several = {"n": 2} if data.draw(st.integers(0, 5), "several") == 5 else {}
+            sent = as_sent(persona, list(dialogue.messages))
+            body = chat_body(sent, TOOLS[dialogue.tools], several)
             rollout.dialogues.append(dialogue)
             exchange = self.send(rollout, dialogue, body, trained=True)
             for held in list(self.engine.held):
@@ -265,7 +297,7 @@ class AgentsMachine(RuleBasedStateMachine):
                     )
             if exchange.status != 200:
                 break
-            told = read_reply(exchange)
+            told = pick(data, read_reply(exchange).choices, "choice")
             following = self.following(data, rollout, told.message)
             dialogue = Dialogue((*dialogue.messages, told.message, *following), dialogue.tools)
 
@@ -331,7 +363,7 @@ class AgentsMachine(RuleBasedStateMachine):
             if answered and self.rollout_of(held) is rollout:
                 self.release(held, data.draw(strategies.sampled_replies(self.family.spelling)))
         if on and has_reply(exchange) and exchange.status == 200:
-            told = read_reply(exchange)
+            (told,) = read_reply(exchange).choices
             following = self.following(data, rollout, told.message)
             dialogue = Dialogue((*dialogue.messages, told.message, *following), dialogue.tools)
             body = chat_body(list(dialogue.messages), TOOLS[dialogue.tools], stream)
@@ -442,9 +474,10 @@ class AgentsMachine(RuleBasedStateMachine):
         for failure in self.observed.failures:
             raise failure
         for rollout in self.rollouts:
-            for exchange, dialogue, _ in rollout.asked:
-                if exchange.ended and exchange.delivered:
-                    self.check_reply(rollout, exchange, dialogue)
+            for exchange, _, _ in rollout.asked:
+                if exchange.ended and exchange.delivered and exchange not in rollout.checked:
+                    rollout.checked.add(exchange)
+                    self.check_reply(rollout, exchange)
 
     def teardown(self) -> None:
         try:
@@ -467,6 +500,7 @@ class AgentsMachine(RuleBasedStateMachine):
         compare(self.engine.scripted.ledger, trajectories).raise_for_problems()
         for rollout in self.rollouts:
             self.check_rollout(rollout)
+        self.check_metrics(trajectories)
         log = "\n".join(LOG.lines)
         assert not any(rollout.secret in log for rollout in self.rollouts)
         assert not WORD.findall(log)
@@ -481,6 +515,7 @@ class AgentsMachine(RuleBasedStateMachine):
         self.loop.advance(_keys.COLLECT_GRACE + 1)
         self.keys._forget_outlived()
         self.engine.outcomes.clear()
+        self.engine.asked.clear()
         gc.collect()
         assert not any(record() for record in records)
         assert remembered() == self.before
@@ -511,6 +546,7 @@ class AgentsMachine(RuleBasedStateMachine):
         upto: int | None = None,
         takes: int | None = None,
     ) -> Exchange:
+        connections = sum(not exchange.ended for exchange, _, _ in rollout.asked)
         headers = {
             "authorization": f"Bearer {rollout.secret}",
             "x-stainless-retry-count": str(int(marked)),
@@ -523,6 +559,8 @@ class AgentsMachine(RuleBasedStateMachine):
             self.loop.settle()
         if not self.is_open(rollout):
             assert exchange.status in (401, None)
+        elif connections >= 2 * self.limits.max_requests_in_flight:
+            assert exchange.status == 429
         return exchange
 
     def arriving(self, rollout: Rollout, exchange: Exchange, trained: bool, *, marked: bool) -> Any:
@@ -601,6 +639,9 @@ class AgentsMachine(RuleBasedStateMachine):
             for exchange, _, _ in rollout.asked
             if not exchange.ended and not exchange.left
         ]
+
+    def sampled_tokens(self, record: Record) -> int:
+        return sum(len(turn.output) for turn in record.trajectory.turns)
 
     def rollout_of(self, held: Held) -> Rollout:
         return next(r for r in self.rollouts if r.name == held.request.routing_key)
@@ -681,8 +722,10 @@ class AgentsMachine(RuleBasedStateMachine):
         dialogues = []
         for exchange, dialogue, _ in rollout.asked:
             if exchange.status == 200 and has_reply(exchange):
-                told = read_reply(exchange)
-                dialogues.append(Dialogue((*dialogue.messages, told.message), dialogue.tools))
+                dialogues += [
+                    Dialogue((*dialogue.messages, told.message), dialogue.tools)
+                    for told in read_reply(exchange).choices
+                ]
         return dialogues
 
     # What is checked.
@@ -695,18 +738,26 @@ class AgentsMachine(RuleBasedStateMachine):
         if isinstance(prepared, RequestError):
             assert prepared.status in (400, 401), prepared
             return
-        rollout.prepared[prepared.id] = prepared
+        rollout.prepared.update(dict.fromkeys(prepared.turn_ids, prepared))
+        assert len(prepared.turn_ids) == request.n
+        if self.limits.max_rollout_tokens is not None:
+            left = self.limits.max_rollout_tokens - self.sampled_tokens(record)
+            assert prepared.max_new_tokens <= max(left // request.n, 1)
         self.check_prompt(rollout, record, request, prepared)
 
-    def on_sampled(self, record: Record, prepared: Prepared, completion: Completion) -> None:
+    def on_refused(self, record: Record, error: RequestError) -> None:
+        rollout = next(r for r in self.rollouts if r.key_id == record.id)
+        if error.status != 401:
+            rollout.refused[error.code] += 1
+
+    def on_choice(self, record: Record, prepared: Prepared, choice: Choice) -> None:
         rollout = next(r for r in self.rollouts if r.key_id == record.id)
         said = rollout.options[prepared.id]
-        reply = normalise(completion.choices[0].message, "reply")
+        reply = normalise(choice.message, "reply")
         request = prepared.request
         for one in said:
-            rollout.turns[f"{completion.id}/{len(rollout.turns)}"] = Known(
-                prepared,
-                completion,
+            rollout.turns[f"{choice.turn_id}/{len(rollout.turns)}"] = Known(
+                choice.turn_id,
                 json.dumps(request.tools),
                 [*keys_of([normalise(m, "") for m in request.messages]), keys_of([reply])[0]],
                 [*one, reply],
@@ -740,7 +791,8 @@ class AgentsMachine(RuleBasedStateMachine):
         words = Counter(WORD.findall(decode(prepared.prompt)))
         normal = [normalise(message, "") for message in request.messages]
         fitting, tried = [], []
-        for said in self.readings(rollout, normal, json.dumps(request.tools)):
+        readings, continued, stays = self.readings(rollout, normal, json.dumps(request.tools))
+        for said in readings:
             try:
                 ids = self.family.renderer.render(said, request.tools, clock=record.clock).ids
             except RenderError:
@@ -748,7 +800,9 @@ class AgentsMachine(RuleBasedStateMachine):
                 continue
             text = decode(ids)
             tried.append(text)
-            same = says(words, Counter(WORD.findall(text)), said) and between(unsampled, text)
+            kept = self.kept_reasoning(said)
+            due = Counter(WORD.findall(text))
+            same = says(words, due, said, kept) and between(unsampled, text, kept)
             if same or np.array_equal(ids, prepared.prompt):
                 fitting.append(said)
         assert fitting, (
@@ -757,12 +811,22 @@ class AgentsMachine(RuleBasedStateMachine):
             + "\n".join(map(repr, tried))
         )
         rollout.options[prepared.id] = fitting
+        if stays:
+            paths = map(record.trajectory.tokens_through, continued)
+            assert any(np.array_equal(path, prepared.prompt[: len(path)]) for path in paths)
+
+    def kept_reasoning(self, messages: Sequence[dict[str, Any]]) -> list[str]:
+        """What may be in a prompt though the template leaves it out."""
+        if self.retention == "template":
+            return []
+        return [each.get("reasoning_content", "") for each in messages]
 
     def readings(
         self, rollout: Rollout, messages: list[dict[str, Any]], tools: str
-    ) -> list[list[dict[str, Any]]]:
-        """The conversation with the reasoning of the longest known one that it goes on from; there
-        are several where replies differ in nothing else."""
+    ) -> tuple[list[list[dict[str, Any]]], set[str], bool]:
+        """The conversation with the reasoning of the longest known one that it goes on from, and
+        the turns of that; there are several where replies differ in nothing else. Whether all that
+        was sampled has to stay."""
         keys = keys_of(messages)
         found: dict[str, list[dict[str, Any]]] = {}
         ids: set[str] = set()
@@ -775,14 +839,16 @@ class AgentsMachine(RuleBasedStateMachine):
                 continue
             if count > longest:
                 longest, found, ids = count, {}, set()
-            ids.add(known.completion.id)
+            ids.add(known.turn_id)
             said = [*known.said, *messages[count:]]
             found.setdefault(json.dumps(said), said)
         if len(ids) == 1:
             rollout.shown |= ids
-        return list(found.values()) or [messages]
+        asks = any(message["role"] == "user" for message in messages[longest:])
+        stays = self.retention == "all" or (self.retention == "tool_cycle" and not asks)
+        return list(found.values()) or [messages], ids, stays and bool(ids)
 
-    def check_reply(self, rollout: Rollout, exchange: Exchange, dialogue: Dialogue) -> None:
+    def check_reply(self, rollout: Rollout, exchange: Exchange) -> None:
         assert exchange.status != 500
         if exchange.status != 200:
             self.check_error(rollout, exchange)
@@ -793,12 +859,32 @@ class AgentsMachine(RuleBasedStateMachine):
             return
         told = read_reply(exchange)
         prepared = rollout.prepared[told.id]
-        assert prepared.request.messages == json.loads(exchange.body)["messages"]
+        asked = json.loads(exchange.body)
+        assert prepared.request.messages == asked["messages"]
+        assert tuple(choice.turn_id for choice in told.choices) == prepared.turn_ids
+        assert len(told.choices) == asked.get("n", 1)
         record = rollout.record()
         if record is None:
             return
-        turn = record.trajectory.turn(told.id)
-        engine = self.engine.outcomes[told.id]
+        for choice in told.choices:
+            self.check_choice(rollout, record, prepared, asked, choice)
+        usage = (told.usage or {}).get("prompt_tokens"), (told.usage or {}).get("completion_tokens")
+        if not asked.get("stream") or asked.get("stream_options"):
+            sampled = sum(len(record.trajectory.turn(id_).output) for id_ in prepared.turn_ids)
+            assert usage == (len(prepared.prompt), sampled)
+        else:
+            assert told.usage is None
+
+    def check_choice(
+        self,
+        rollout: Rollout,
+        record: Record,
+        prepared: Prepared,
+        asked: dict[str, Any],
+        told: ToldChoice,
+    ) -> None:
+        turn = record.trajectory.turn(told.turn_id)
+        engine = self.engine.outcomes[told.turn_id]
         parsed = self.family.renderer.parse(
             turn.output,
             tools=prepared.request.readable_tools,
@@ -814,14 +900,26 @@ class AgentsMachine(RuleBasedStateMachine):
         ] == [(call.name, call.arguments) for call in parsed.calls]
         calls = parsed.calls and turn.finish_reason == "stop"
         assert told.finish_reason == ("tool_calls" if calls else turn.finish_reason)
-        usage = (told.usage or {}).get("prompt_tokens"), (told.usage or {}).get("completion_tokens")
-        asked = json.loads(exchange.body)
-        if not asked.get("stream") or asked.get("stream_options"):
-            assert usage == (len(prepared.prompt), len(turn.output))
-        else:
-            assert told.usage is None
         assert set(WORD.findall(json.dumps(told.message))) <= rollout.words
-        assert turn.excluded == (None if prepared.trained else "untrained")
+        assert turn.excluded == self.excluded(prepared, asked)
+        if not asked.get("logprobs"):
+            assert told.logprobs is None
+            return
+        assert told.logprobs is not None
+        assert [entry["logprob"] for entry in told.logprobs] == turn.logprobs.tolist()
+        texts = [
+            self.family.renderer.decode(turn.output[at : at + 1]) for at in range(len(turn.output))
+        ]
+        assert [entry["token"] for entry in told.logprobs] == texts
+
+    def excluded(self, prepared: Prepared, asked: dict[str, Any]) -> str | None:
+        """Why a delivered turn is not trained."""
+        forced = asked.get("tool_choice") == "required" and "tools" in asked
+        constrained = self.constraints == "enforce" and ("response_format" in asked or forced)
+        assert constrained == (prepared.constraint is not None)
+        if not prepared.trained:
+            return "untrained"
+        return "constrained" if constrained else None
 
     def check_error(self, rollout: Rollout, exchange: Exchange) -> None:
         error = json.loads(exchange.reply)["error"]
@@ -830,12 +928,22 @@ class AgentsMachine(RuleBasedStateMachine):
             assert not exchange.asked
         elif exchange.status == 400:
             shown = error["message"].startswith("messages: the chat template")
-            assert error["code"] == "context_length_exceeded" or shown, error
+            code = error["code"]
+            assert code == "context_length_exceeded" or shown or code in self.refusals(), error
+        elif exchange.status == 429:
+            assert error["code"] == "rate_limit_exceeded"
+            assert self.limits.max_requests_in_flight == 2
         elif exchange.status == 401:
             assert not self.is_open(rollout), error
         else:
             assert exchange.status in (424, 502, 503), error
             assert rollout.troubled, error
+
+    def refusals(self) -> set[str]:
+        """What a request may be refused with for good, by the trainer's settings."""
+        codes = {"unsupported_parameter"} if self.constraints == "enforce" else set()
+        limited = self.limits.max_turns is not None or self.limits.max_rollout_tokens is not None
+        return codes | ({"rollout_limit_exceeded"} if limited else set())
 
     def check_rollout(self, rollout: Rollout) -> None:
         trajectory = rollout.trajectory
@@ -843,24 +951,27 @@ class AgentsMachine(RuleBasedStateMachine):
         assert Trajectory.from_json(trajectory.to_json()) == trajectory
         assert {turn.id for turn in trajectory.turns} <= set(rollout.prepared)
         self.check_words(rollout, trajectory)
+        self.check_limits(rollout, trajectory)
         delivered = {
-            read_reply(exchange).id
+            choice.turn_id: self.excluded(
+                rollout.prepared[choice.turn_id], json.loads(exchange.body)
+            )
             for exchange, _, _ in rollout.asked
             if exchange.delivered and exchange.status == 200 and has_reply(exchange)
+            for choice in read_reply(exchange).choices
         }
         shown = [
             keys_of([normalise(message, "") for message in prepared.request.messages])
             for prepared in rollout.prepared.values()
         ]
         for turn in trajectory.turns:
-            prepared = rollout.prepared[turn.id]
             if turn.id in delivered:
-                assert turn.excluded == (None if prepared.trained else "untrained")
+                assert turn.excluded == delivered[turn.id]
             elif turn.excluded is None:
-                keys = next(k.keys for k in rollout.turns.values() if k.completion.id == turn.id)
+                keys = next(k.keys for k in rollout.turns.values() if k.turn_id == turn.id)
                 assert any(other[: len(keys)] == keys for other in shown)
             else:
-                assert turn.excluded in ("undelivered", "aborted", "untrained")
+                assert turn.excluded in ("undelivered", "aborted", "untrained", "constrained")
                 assert turn.excluded != "undelivered" or turn.id not in rollout.shown
         for asking in rollout.askings:
             ids = {
@@ -868,7 +979,7 @@ class AgentsMachine(RuleBasedStateMachine):
                 for exchange in asking.exchanges
                 if exchange.status == 200 and exchange.complete and has_reply(exchange)
             }
-            assert ids <= {asking.turn_id}
+            assert ids <= set(asking.turn_ids[:1])
         for leaf in trajectory.leaves():
             # Its last turn is not among its turns where that added nothing.
             assert any(
@@ -880,6 +991,47 @@ class AgentsMachine(RuleBasedStateMachine):
                 )
                 for turn in trajectory.turns
             )
+
+    def check_limits(self, rollout: Rollout, trajectory: Trajectory) -> None:
+        slow = sum(exchange.status == 408 for exchange, _, _ in rollout.asked)
+        assert trajectory.refused == +(rollout.refused + Counter(too_slow=slow))
+        if self.limits.max_turns is not None:
+            assert len(trajectory) <= self.limits.max_turns
+        seeds: dict[bytes, list[int]] = {}
+        for request in self.engine.asked:
+            seed = request.sampling.get("sampling_seed")
+            if request.routing_key == rollout.name and seed is not None and not request.part:
+                seeds.setdefault(request.input_ids.tobytes(), []).append(seed)
+        for counted in seeds.values():
+            assert counted == [SEED + at for at in range(len(counted))]
+
+    def check_metrics(self, trajectories: Sequence[Trajectory]) -> None:
+        """They count what the trajectories hold, and nothing of what anyone said is in them."""
+        exchange = self.exchange("/metrics", TOKEN, None, "GET", self.control)
+        text = exchange.reply.decode()
+        assert not WORD.search(text)
+        for rollout in self.rollouts:
+            assert not any(each in text for each in (rollout.secret, rollout.key_id, rollout.name))
+        samples = [
+            sample
+            for metric in text_string_to_metric_families(text)
+            for sample in metric.samples
+            if sample.value
+        ]
+        values = {(each.name, *each.labels.values()): each.value for each in samples}
+        turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+        due = Counter(("turnleaf_turns_total", turn.excluded or "trained") for turn in turns)
+        for turn in turns:
+            due["turnleaf_tokens_total", "prompt"] += turn.end - len(turn.output)
+            due["turnleaf_tokens_total", "cached"] += turn.cached_tokens
+            due["turnleaf_tokens_total", "sampled"] += len(turn.output)
+        leaves = [len(trajectory._last_turns()) for trajectory in trajectories]
+        due["turnleaf_rollout_leaves_sum",] = sum(leaves)
+        due["turnleaf_rollout_leaves_count",] = sum(map(bool, leaves))
+        due["turnleaf_retries_joined_total",] = sum(rollout.joined for rollout in self.rollouts)
+        due["turnleaf_keys_open",] = due["turnleaf_requests_in_flight",] = 0
+        names = {name for name, *_ in due}
+        assert {each: value for each, value in values.items() if each[0] in names} == +due
 
     def check_words(self, rollout: Rollout, trajectory: Trajectory) -> None:
         decode = self.family.renderer.decode
@@ -898,12 +1050,23 @@ class _Arrival:
     identity: tuple[bytes, bool]
     marked: bool
     _attempts: int = 0
+    _taken: int = 0
+    _sampled: int = 0
+    _hosts: int = 0
     _lost: list[Asking] = attrs.Factory(list)
     _prepared: set[str] = attrs.Factory(set)
 
     def __enter__(self) -> None:
         self._attempts = self.rollout.attempts
         self._prepared = set(self.rollout.prepared)
+        record = self.rollout.record()
+        if record is not None:
+            recorded = {turn.id for turn in record.trajectory.turns}
+            running = self.machine.observed.running.values()
+            due = {id_ for each in running for id_ in each.turn_ids} & self._prepared
+            self._taken = len(recorded | due)
+            self._sampled = self.machine.sampled_tokens(record)
+        self._hosts = sum(not asking.exchanges[0].ended for asking in self.rollout.askings)
         self._lost = [
             asking
             for asking in self.rollout.askings
@@ -911,38 +1074,60 @@ class _Arrival:
         ]
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is not None or not self.exchange.asked or not self.machine.is_open(self.rollout):
+        if kind is not None or not self.machine.is_open(self.rollout):
             return
-        if self.exchange.status == 401:
+        fresh = self.rollout.attempts > self._attempts
+        if self.exchange.status == 429 and not fresh:
+            self.rollout.refused["rate_limit_exceeded"] += 1
+            return
+        if not self.exchange.asked or self.exchange.status == 401:
             return
         known = self.identity not in self.rollout.blurred
-        if self.rollout.attempts > self._attempts:
+        if fresh:
             assert self.rollout.attempts == self._attempts + 1
             assert not known or not self._lost, "a lost turn was there to be taken"
+            assert not self._refusal()
             new = set(self.rollout.prepared) - self._prepared
-            turn_id = new.pop() if new else None
-            self.rollout.askings.append(Asking(self.identity, turn_id, [self.exchange]))
+            prepared = self.rollout.prepared[new.pop()] if new else None
+            turn_ids = prepared.turn_ids if prepared else ()
+            self.rollout.askings.append(Asking(self.identity, turn_ids, [self.exchange]))
+        elif self.exchange.status == 400:
+            assert self._refusal() == "rollout_limit_exceeded"
+            self.rollout.refused["rollout_limit_exceeded"] += 1
         elif known and self._lost:
             self._lost[0].exchanges.append(self.exchange)
+            self.rollout.joined += 1
         else:
             assert self.marked or not known, "an unmarked request took a turn that was not lost"
             self.rollout.blurred.add(self.identity)
+            self.rollout.joined += 1
+
+    def _refusal(self) -> str | None:
+        """What a turn of its own has to be refused with."""
+        limits, asked = self.machine.limits, json.loads(self.exchange.body).get("n", 1)
+        if limits.max_turns is not None and self._taken + asked > limits.max_turns:
+            return "rollout_limit_exceeded"
+        if limits.max_rollout_tokens is not None and self._sampled >= limits.max_rollout_tokens:
+            return "rollout_limit_exceeded"
+        return "rate_limit_exceeded" if self._hosts >= limits.max_requests_in_flight else None
 
     def _is_lost(self, asking: Asking) -> bool:
         record = self.rollout.record()
-        if record is None or asking.turn_id is None:
+        if record is None or not asking.turn_ids:
             return False
         if not all(exchange.left for exchange in asking.exchanges):
             return False
         lost_at = max(exchange.left_at for exchange in asking.exchanges)
         if lost_at + GRACE < self.machine.loop.now:
             return False
-        running = asking.turn_id in self.machine.observed.running
-        sampled = any(
-            turn.id == asking.turn_id and turn.excluded in ("undelivered", "untrained")
-            for turn in record.trajectory.turns
-        )
-        return running or sampled
+        running = asking.turn_ids[0] in self.machine.observed.running
+        excluded = [t.excluded for t in record.trajectory.turns if t.id in asking.turn_ids]
+        if {None} < set(excluded) or (running and None in excluded):
+            # One of its replies is in a later request: whether that tells of it is not said.
+            self.rollout.blurred.add(self.identity)
+        waiting = ("undelivered", "untrained", "constrained")
+        whole = len(excluded) == len(asking.turn_ids)
+        return running or (whole and all(reason in waiting for reason in excluded))
 
 
 CHANGES = (
@@ -1010,21 +1195,34 @@ def restorable(sent: dict[str, Any], said: dict[str, Any]) -> bool:
     return not reasoning or reasoning == said.get("reasoning_content", "").strip()
 
 
-def says(words: Counter[str], due: Counter[str], messages: Sequence[dict[str, Any]]) -> bool:
+def says(
+    words: Counter[str],
+    due: Counter[str],
+    messages: Sequence[dict[str, Any]],
+    kept: Sequence[str],
+) -> bool:
     """Whether these are the words that are due, but for texts beside calls, which some templates
-    cannot show."""
-    beside = "".join(each["content"] for each in messages if each.get("tool_calls"))
+    cannot show, and reasoning that is kept."""
+    beside = " ".join([*(each["content"] for each in messages if each.get("tool_calls")), *kept])
     return not due - words and set(words - due) <= set(WORD.findall(beside))
 
 
 SCAFFOLD = re.compile(r"</?think>|\s+")
+THOUGHT = r"<think>{}</think>|<\|channel\|>analysis<\|message\|>{}<\|end\|><\|start\|>assistant"
 
 
-def between(unsampled: list[str], text: str) -> bool:
-    """Whether the text is these pieces with anything between them, whitespace and empty reasoning
-    aside."""
-    pattern = ".*?".join(re.escape(SCAFFOLD.sub("", piece)) for piece in unsampled)
-    return re.fullmatch(pattern, SCAFFOLD.sub("", text), re.DOTALL) is not None
+def between(unsampled: list[str], text: str, kept: Sequence[str]) -> bool:
+    """Whether the text is these pieces with anything between them, whitespace, empty reasoning and
+    that which is kept aside."""
+
+    def bare(piece: str) -> str:
+        for reasoning in kept:
+            thought = rf"\s*{re.escape(reasoning.strip())}\s*"
+            piece = re.sub(THOUGHT.format(thought, thought), "", piece)
+        return SCAFFOLD.sub("", piece)
+
+    pattern = ".*?".join(re.escape(bare(piece)) for piece in unsampled)
+    return re.fullmatch(pattern, bare(text), re.DOTALL) is not None
 
 
 def remembered() -> Counter[str]:
@@ -1077,7 +1275,7 @@ def test_random_agents(name: str) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=100 * LONG or 10,
+            max_examples=100 * LONG or 8,
             stateful_step_count=60 if LONG else 30,
             deadline=None,
             suppress_health_check=list(HealthCheck),
