@@ -82,7 +82,7 @@ SEED = 7
 FORM = {"type": "json_schema", "json_schema": {"name": "form", "schema": {"type": "object"}}}
 LIMITS = (
     *(Limits(),) * 3,
-    *(Limits(max_turns=6), Limits(max_rollout_tokens=120), Limits(max_requests_in_flight=2)),
+    *(Limits(max_turns=6), Limits(max_rollout_tokens=200), Limits(max_requests_in_flight=2)),
 )
 SYSTEMS = ("You are a helper.", "You are a critic: §")
 
