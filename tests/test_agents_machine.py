@@ -770,18 +770,16 @@ class AgentsMachine(RuleBasedStateMachine):
         nothing of another key; what it repeats of earlier turns, it repeats token by token."""
         decode = self.family.renderer.decode
         assert set(WORD.findall(decode(prepared.prompt))) <= rollout.words
-        place = record.trajectory.locate(prepared.prompt)
-        spans, at, upto = [], place.parent, place.keep
-        while at is not None:
-            turn = record.trajectory.turn(at)
-            if turn.end <= upto and len(turn.output):
-                spans.append((turn.end - len(turn.output), turn.end))
-            at, upto = turn.parent, min(upto, turn.keep)
-        for turn in record.trajectory.turns:
-            # Where nothing was sampled, templates write more than nothing.
+        spans: list[tuple[int, int]] = []
+        for turn in sorted(record.trajectory.turns, key=lambda turn: turn.end):
             path = record.trajectory.tokens_through(turn.id)
-            if not len(turn.output) and np.array_equal(path, prepared.prompt[: turn.end]):
-                spans.append((turn.end, turn.end))
+            if not np.array_equal(path, prepared.prompt[: turn.end]):
+                continue
+            # Replies to one prompt may begin alike.
+            begin = turn.end - len(turn.output)
+            while spans and spans[-1][1] > begin:
+                begin = min(begin, spans.pop()[0])
+            spans.append((begin, turn.end))
         edges = [0, *(edge for span in sorted(spans) for edge in span), len(prepared.prompt)]
         unsampled = [
             decode(prepared.prompt[begin:end])
@@ -947,7 +945,7 @@ class AgentsMachine(RuleBasedStateMachine):
         """What a request may be refused with for good, by the trainer's settings."""
         codes = {"unsupported_parameter"} if self.constraints == "enforce" else set()
         limited = self.limits.max_turns is not None or self.limits.max_rollout_tokens is not None
-        return codes | ({"rollout_limit_exceeded"} if limited else set())
+        return codes | ({"rollout_limit_exceeded"} if limited else set()) | {"invalid_value"}
 
     def check_rollout(self, rollout: Rollout) -> None:
         trajectory = rollout.trajectory
@@ -1070,7 +1068,11 @@ class _Arrival:
             due = {id_ for each in running for id_ in each.turn_ids} & self._prepared
             self._taken = len(recorded | due)
             self._sampled = self.machine.sampled_tokens(record)
-        self._hosts = sum(not asking.exchanges[0].ended for asking in self.rollout.askings)
+            self._hosts = sum(
+                max(sum(id_ not in recorded for id_ in asking.turn_ids), 1)
+                for asking in self.rollout.askings
+                if not asking.exchanges[0].ended
+            )
         self._lost = [
             asking
             for asking in self.rollout.askings
@@ -1096,8 +1098,9 @@ class _Arrival:
             turn_ids = prepared.turn_ids if prepared else ()
             self.rollout.askings.append(Asking(self.identity, turn_ids, [self.exchange]))
         elif self.exchange.status == 400:
-            assert self._refusal() == "rollout_limit_exceeded"
-            self.rollout.refused["rollout_limit_exceeded"] += 1
+            code = self._refusal()
+            assert code in ("rollout_limit_exceeded", "invalid_value")
+            self.rollout.refused[code] += 1
         elif known and self._lost:
             self._lost[0].exchanges.append(self.exchange)
             self.rollout.joined += 1
@@ -1110,10 +1113,14 @@ class _Arrival:
         """What a turn of its own has to be refused with."""
         limits, asked = self.machine.limits, json.loads(self.exchange.body).get("n", 1)
         if limits.max_turns is not None and self._taken + asked > limits.max_turns:
-            return "rollout_limit_exceeded"
+            some_left = self._taken < limits.max_turns
+            return "invalid_value" if some_left else "rollout_limit_exceeded"
         if limits.max_rollout_tokens is not None and self._sampled >= limits.max_rollout_tokens:
             return "rollout_limit_exceeded"
-        return "rate_limit_exceeded" if self._hosts >= limits.max_requests_in_flight else None
+        if asked > limits.max_requests_in_flight:
+            return "invalid_value"
+        full = self._hosts + asked > limits.max_requests_in_flight
+        return "rate_limit_exceeded" if full else None
 
     def _is_lost(self, asking: Asking) -> bool:
         record = self.rollout.record()
@@ -1149,6 +1156,8 @@ def chat_body(messages: Sequence[Any], tools: Any, options: dict[str, Any]) -> b
     body = {"model": "model", "messages": list(messages), **options}
     if tools is not None:
         body["tools"] = tools
+    elif body.get("tool_choice") == "required":
+        del body["tool_choice"]
     return json.dumps(body).encode()
 
 
