@@ -8,6 +8,10 @@ PYTEST_ARGS ?=
 # By files: the code blocks of a page build on one another.
 PYTEST_WORKERS ?= 2
 SLIME_DIR ?=
+# An interpreter that has SGLang, its router and transformers; empty for an environment without a
+# GPU that is made in the cache directory. And what they run on, cpu or cuda.
+SGLANG_PYTHON ?=
+SGLANG_DEVICE ?= cpu
 # One more package index, for torch: the builds for Linux elsewhere often bring CUDA, 3 GB of it.
 TORCH_INDEX ?=
 
@@ -35,7 +39,7 @@ STAMP = $(VENV)/.made-under-$(subst $(SPACE),-,$(strip $(basename $(notdir $(CON
 
 export COVERAGE_FILE = $(VENV)/.coverage
 
-.PHONY: help venv test demo try lint test-clients test-openai3 test-slime clean
+.PHONY: help venv test demo try lint test-clients test-openai3 test-slime test-sglang clean
 
 help:
 	@echo "make test          run the tests; core must be covered to 95 %"
@@ -45,11 +49,12 @@ help:
 	@echo "make test-clients  real agent clients (strands, langgraph, litellm, …) against the gateway"
 	@echo "make test-openai3  the tests that use openai, agent clients included, under openai 3"
 	@echo "make test-slime    the tests of the slime hooks, on a checkout of slime: SLIME_DIR=…"
+	@echo "make test-sglang   the gateway on SGLang itself, without a GPU: log-probabilities, ledger, cache"
 	@echo "make venv          only set up the environment"
 	@echo "make clean         remove the environments, caches and build products"
 	@echo
 	@echo "Variables: PYTHON=…, VENV=$(VENV), CONSTRAINTS=$(CONSTRAINTS), OVERRIDES=…, PYTEST_ARGS=…, PYTEST_WORKERS=$(PYTEST_WORKERS)"
-	@echo "TORCH_INDEX=… is a package index with a torch for CPUs, for make test-slime."
+	@echo "TORCH_INDEX=… is a package index with a torch for CPUs, for make test-slime and test-sglang."
 	@echo "With TURNLEAF_REQUIRE_ALL=1 a skipped test fails."
 
 venv: $(STAMP)
@@ -95,6 +100,14 @@ test-slime:
 		OVERRIDES=constraints/test-slime.txt PREFERRED=3.11 PACKAGES='$(SLIME_IMPORTS)' TORCH=yes
 	TURNLEAF_SLIME_DIR="$$(cd '$(SLIME_DIR)' && pwd)" \
 		.venv-slime/bin/python -m pytest -m slime $(PYTEST_ARGS)
+
+# The tests run in $(VENV), the engine in an environment of its own. Starting engines takes a while.
+test-sglang: $(STAMP)
+	@python='$(SGLANG_PYTHON)'; [ -n "$$python" ] || \
+		python="$$(TORCH_INDEX='$(TORCH_INDEX)' scripts/make-sglang-env)/bin/python" || exit 1; \
+	TURNLEAF_SGLANG_PYTHON="$$python" TURNLEAF_SGLANG_DEVICE='$(SGLANG_DEVICE)' \
+		$(BIN)/python -m pytest -m sglang -rP --timeout=900 \
+		tests/test_sglang_real.py tests/test_sglang_parsers.py $(PYTEST_ARGS)
 
 clean:
 	rm -rf .venv .venv-* build dist htmlcov .coverage .hypothesis .import_linter_cache

@@ -141,6 +141,13 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
     assert error.body()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_refusal_quotes_no_more_than_a_person_reads() -> None:
+    for fields in ({"tools": [{"type": "x" * 10**6, "function": {}}]}, {"y" * 10**6: 1}):
+        error = refusal(**fields)
+        assert len(str(error)) < 2_000
+        assert len(error.param or "") < 1_000
+
+
 @given(strategies.json_values)
 def test_any_json_is_parsed_or_refused(value: Any) -> None:
     for body in (value, {"messages": value}, {"messages": MESSAGES, "tools": value}):

@@ -720,6 +720,7 @@ class Spelling:
 SPELLINGS = {
     "qwen3-instruct-2507": Spelling(hermes_call, "</tool_call>"),
     "qwen3-thinking-2507": Spelling(hermes_call, "</tool_call>", thought="{}\n</think>\n\n"),
+    "qwen3-coder": Spelling(xml_call, "</tool_call>"),
     "qwen3.5": Spelling(xml_call, "</tool_call>", thought="{}\n</think>\n\n"),
     "qwen3.6": Spelling(xml_call, "</tool_call>", thought="{}\n</think>\n\n"),
     "llama-3.1": Spelling(llama_call, "}"),

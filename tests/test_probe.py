@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from socket import create_server
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from turnleaf.adapters.mock import ScriptedEngine, compare, serve_router
 from turnleaf.core import ContractError
 from turnleaf.gateway import _probe
-from turnleaf.gateway._probe import PROBE, check_replay
+from turnleaf.gateway._probe import PROBE, check_replay, passes_structural_tags
 from turnleaf.gateway.engines import SGLangEngine
 
 pytestmark = pytest.mark.anyio
@@ -154,3 +155,30 @@ async def test_an_engine_that_fails_or_is_silent_is_told(
     monkeypatch.setattr(_probe, "_TIMEOUT", 0.05)
     _, url = await scripted_engine({PROBE: [{"ids": [1], "hang": True}]})
     assert "did not sample one token within 0.05 s" in await complaint(url)
+
+
+async def tags_pass(url: str) -> bool:
+    engine = SGLangEngine(url, retry_budget=0)
+    try:
+        return await passes_structural_tags(engine)
+    finally:
+        await engine.aclose()
+
+
+async def test_a_tag_that_nobody_can_read_shows_whether_the_engine_is_told(
+    scripted_engine: StartEngine,
+) -> None:
+    engine, url = await scripted_engine({})
+    assert await tags_pass(url)
+    async with behind_a_router(url) as router:
+        assert await tags_pass(router)
+    assert compare(engine.ledger, []).sampled == 0
+    async with serve_router([url]) as router:
+        assert not await tags_pass(router)
+    assert compare(engine.ledger, []).lost == {"probe": 1}
+
+
+async def test_without_an_answer_nothing_is_enforced() -> None:
+    with create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    assert not await tags_pass(f"http://127.0.0.1:{port}")

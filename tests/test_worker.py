@@ -144,6 +144,34 @@ async def test_control_wants_its_token_and_names_what_is_wrong(engine_url: str) 
         await GatewayClient(control, "t", base_url="").close_all("train")
 
 
+@pytest.mark.parametrize("drops", [set(), {"structural_tag"}])
+async def test_calls_are_not_enforced_where_the_engine_is_not_told(
+    engine_url: str, drops: set[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    tool = {"type": "function", "function": {"name": "add"}}
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    body |= {"tools": [tool], "tool_choice": "required"}
+    async with (
+        serve_router([engine_url], drops=drops) as router,
+        run_worker(config(router, constraints="enforce")) as gateway,
+        httpx.AsyncClient() as http,
+    ):
+        key = await gateway.open_key(name="r", sampling={}, purpose="train", expires_in=60)
+        response = await http.post(
+            f"{key.base_url}/chat/completions",
+            json=body,
+            headers={"authorization": f"Bearer {key.secret}"},
+        )
+        trajectory = await gateway.close_key(key.id)
+    if drops:
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "tool_choice"
+        assert len(trajectory) == 0
+    else:
+        assert [turn.excluded for turn in trajectory.turns] == ["constrained"]
+    assert ("is not told of structural_tag" in capfd.readouterr().err) is bool(drops)
+
+
 async def test_bad_configuration_is_told_by_its_remedy(engine_url: str, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -30,8 +30,8 @@ def constrained_sampling(
     """SGLang's sampling parameters that enforce constraints; None when nothing is to be enforced.
 
     may_call: the reply may call tools. call_frame: how a call of a function is written around its
-    arguments; None when they are not JSON. Raises RequestError, naming the field, for what is
-    refused or cannot be enforced.
+    arguments; None when they are not JSON, or when the engine would not be told. Raises
+    RequestError, naming the field, for what is refused or cannot be enforced.
     """
     if not constraints or policy == "hint":
         return None
@@ -51,7 +51,11 @@ def constrained_sampling(
             )
         return {"json_schema": _json(constraints.json_schema, field)}
     if call_frame is None:
-        raise not_supported(field, "it cannot be enforced in this model's format of tool calls")
+        raise not_supported(
+            field,
+            "it cannot be enforced in this model's format of tool calls, or behind the engine's "
+            "router, as the gateway's log says",
+        )
     return {"structural_tag": _json(_structural_tag(constraints, call_frame), field)}
 
 

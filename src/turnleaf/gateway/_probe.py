@@ -1,10 +1,12 @@
-"""Whether the engine will send what turns must record for replay, found out before any rollout."""
+"""Whether the engine will do what turns need of it, found out before any rollout."""
 
+import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anyio
+import attrs
 import numpy as np
 
 from turnleaf.core import ContractError, EngineError
@@ -17,7 +19,9 @@ from turnleaf.gateway.engines import (
 )
 from turnleaf.gateway.engines._sglang_replay import ROUTER_REMEDY, engine_remedy
 
-__all__ = ["PROBE", "check_replay"]
+__all__ = ["PROBE", "check_replay", "passes_structural_tags"]
+
+logger = logging.getLogger(__name__)
 
 PROBE = "turnleaf-probe"
 """The routing key of probes, which begins their rids too: what they sample is no rollout's."""
@@ -69,6 +73,26 @@ async def check_replay(
     )
 
 
+async def passes_structural_tags(engine: SGLangEngine) -> bool:
+    """Whether what masks tool calls reaches the engine; some routers drop it without a word.
+
+    Asks for a token under a tag that nobody can read, which an engine that is told of it refuses.
+    False, too, when there is no answer.
+    """
+    sampling = {"max_new_tokens": 1, "temperature": 1.0, "structural_tag": "unreadable"}
+    sampled = 0
+    try:
+        with anyio.move_on_after(_TIMEOUT):
+            while not sampled:
+                reply = await engine.generate(_probe(sampling), stop=anyio.Event())
+                sampled = len(reply.output)
+    except EngineRefused:
+        return True
+    except EngineError as error:
+        logger.warning("%s", error)
+    return False
+
+
 async def _missing(
     engine: SGLangEngine, routed_experts_shape: tuple[int, int] | None, top_p_ids: bool
 ) -> Sequence[str]:
@@ -79,13 +103,7 @@ async def _missing(
         sampling |= {"top_p": 0.5, "custom_params": {"return_top_p_token_ids": True}}
     experts = None if routed_experts_shape is None else WantedExperts(routed_experts_shape)
     while True:
-        request = EngineRequest(
-            turn_id=f"{PROBE}-{secrets.token_hex(8)}",
-            input_ids=np.zeros(2, dtype=np.int32),  # every vocabulary has an id 0
-            sampling=sampling,
-            routing_key=PROBE,
-            experts=experts,
-        )
+        request = attrs.evolve(_probe(sampling), experts=experts)
         try:
             reply = await engine.generate(request, stop=anyio.Event())
         except ReplayMissing as error:
@@ -93,6 +111,15 @@ async def _missing(
         if len(reply.output):
             return ()
         await anyio.sleep(_PAUSE)  # a trainer that updates weights aborts every call
+
+
+def _probe(sampling: Mapping[str, Any]) -> EngineRequest:
+    return EngineRequest(
+        turn_id=f"{PROBE}-{secrets.token_hex(8)}",
+        input_ids=np.zeros(2, dtype=np.int32),  # every vocabulary has an id 0
+        sampling=sampling,
+        routing_key=PROBE,
+    )
 
 
 def _blame(

@@ -40,7 +40,8 @@ class Turns:
 
     max_context_tokens: the most tokens that prompt and output may have together.
     routed_experts_shape: (layers, top_k) of the experts that every turn records; None for none.
-    constraints: what becomes of an agent's wish for replies of a certain form.
+    constraints: what becomes of an agent's wish for replies of a certain form. enforces_calls:
+    whether the engine is told of structural tags.
     """
 
     def __init__(
@@ -51,12 +52,14 @@ class Turns:
         max_context_tokens: int,
         routed_experts_shape: tuple[int, int] | None = None,
         constraints: ConstraintPolicy = "hint",
+        enforces_calls: bool = True,
     ) -> None:
         self._renderer = renderer
         self._prompts = Prompts(renderer)
         self._sampler = Sampler(engine, routed_experts_shape)
         self._max_context_tokens = max_context_tokens
         self._constraints = constraints
+        self._call_frame = renderer.call_frame if enforces_calls else None
 
     @property
     def body_limit(self) -> int:
@@ -84,7 +87,7 @@ class Turns:
         constraint = constrained_sampling(
             request.constraints,
             self._constraints,
-            call_frame=self._renderer.call_frame,
+            call_frame=self._call_frame,
             may_call=request.readable_tools is not None,
         )
         self._warn_of_ignored(record, request, constraint)

@@ -19,7 +19,7 @@ from turnleaf.gateway._control_app import control_app
 from turnleaf.gateway._keys import Keys
 from turnleaf.gateway._logs import set_up_logs
 from turnleaf.gateway._metrics_app import metrics_app
-from turnleaf.gateway._probe import check_replay
+from turnleaf.gateway._probe import check_replay, passes_structural_tags
 from turnleaf.gateway._readiness import Readiness
 from turnleaf.gateway._serving import BACKLOG, served
 from turnleaf.gateway._turns import Turns
@@ -70,6 +70,13 @@ async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
                 routed_experts_shape=config.routed_experts_shape,
                 top_p_ids=config.expect_top_p_ids,
             )
+        enforces_calls = config.constraints != "enforce" or await passes_structural_tags(engine)
+        if not enforces_calls:
+            logger.warning(
+                "the engine at %s is not told of structural_tag, by which tool calls are enforced: "
+                "forced and strict ones will be refused. sglang-router of the registry drops it",
+                engine.address,
+            )
         # Before the agents' port is chosen, which may be any of a range.
         metrics_socket = None
         if config.metrics_port is not None:
@@ -92,6 +99,7 @@ async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
             max_context_tokens=limit,
             routed_experts_shape=config.routed_experts_shape,
             constraints=config.constraints,
+            enforces_calls=enforces_calls,
         )
         model_id = config.model_id or Path(config.model).name
         agents = Watched(agents_app(keys, turns, model_id=model_id), keys.metrics)

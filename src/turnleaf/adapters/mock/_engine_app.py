@@ -230,6 +230,9 @@ def _call(body: dict[str, Any], routing_key: str) -> Call:
         raise _BadRequestError(
             f"sampling_params.max_new_tokens: {limit!r} is not a number of tokens"
         )
+    tag = sampling.get("structural_tag")
+    if tag is not None and not _is_object(tag):
+        raise _BadRequestError("sampling_params.structural_tag: it cannot be read")
     start = body.get("logprob_start_len", -1)
     if type(start) is not int or start not in (-1, 0):
         raise _BadRequestError(f"logprob_start_len: {start!r} is neither -1 nor 0")
@@ -246,6 +249,13 @@ def _call(body: dict[str, Any], routing_key: str) -> Call:
         logprob_start_len=start,
         experts_from=experts_from if body.get("return_routed_experts") is True else None,
     )
+
+
+def _is_object(text: Any) -> bool:
+    try:
+        return isinstance(orjson.loads(text), dict)
+    except orjson.JSONDecodeError:
+        return False
 
 
 def _respond(outcome: Outcome) -> Any:

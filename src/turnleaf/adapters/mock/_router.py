@@ -25,6 +25,7 @@ UNKNOWN_FIELDS = frozenset(
         "return_routed_experts",
         "routed_experts_start_len",
         "spaces_between_special_tokens",
+        "structural_tag",
     }
 )
 """Request fields that sglang-router 0.3.2 of the registry does not pass on; slime's build does."""

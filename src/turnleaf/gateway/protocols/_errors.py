@@ -10,6 +10,7 @@ from turnleaf.core import TurnleafError
 
 __all__ = ["RequestError", "bad_request", "not_supported"]
 
+_LONGEST = 500  # characters
 _PASSING = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
 # By such words in the text of any error clients know throttling (strands sends a request 18 times
 # over 133 s, smolagents waits for minutes), whatever its status.
@@ -68,11 +69,18 @@ def _lasting(text: str) -> str:
 
 def bad_request(param: str, problem: str) -> RequestError:
     """A 400 for a field whose value is not what the protocol says."""
-    return RequestError(400, f"{param}: {problem}", code="invalid_value", param=param)
+    param = _short(param)
+    return RequestError(400, f"{param}: {_short(problem)}", code="invalid_value", param=param)
 
 
 def not_supported(param: str, remedy: str) -> RequestError:
     """A 400 for something that the protocol has and this gateway does not do."""
+    param = _short(param)
     return RequestError(
         400, f"{param} is not supported: {remedy}", code="unsupported_parameter", param=param
     )
+
+
+def _short(text: str) -> str:
+    """The text, cut: it may quote what an agent sent, and refusals are remembered."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
