@@ -519,6 +519,7 @@ def test_gpt_oss_takes_a_text_beside_a_call_for_reasoning(load_family: Load) -> 
     asked = [user("q"), reply, result("r")]
     assert renderer.holds_reasoning(reply)
     assert not renderer.holds_reasoning(assistant("Let me see."))
+    assert not renderer.holds_reasoning({**reply, "content": "", "reasoning_content": "\n"})
     shown = renderer.render(asked, TOOLS)
     assert "Let me see." in renderer.decode(shown.ids)
     assert shown.shows_reasoning

@@ -16,7 +16,7 @@ from tests.messages import user
 from tests.waiting import until
 from turnleaf.core import Key
 from turnleaf.gateway import _replies
-from turnleaf.gateway.engines import EngineReply, _continuing
+from turnleaf.gateway.engines import _continuing
 
 pytestmark = pytest.mark.anyio
 
@@ -186,7 +186,8 @@ async def test_what_comes_in_one_long_piece_is_told_at_its_end() -> None:
     assert told == [{"content": " word" * 9}]  # the last token may be the one that ends it
     telling.take(ids[10:])
     assert len(told) == 1
-    telling.finish(EngineReply(ids, np.zeros(2000, dtype=np.float32), "length", None, 0, ()))
+    whole = renderer("qwen3").parse(ids, tools=None, finish_reason="length", matched=None)
+    telling.finish(whole)
     assert [*map(str, told[1:])] == [str({"content": " word" * 1991})]
 
 

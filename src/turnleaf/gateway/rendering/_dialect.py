@@ -39,14 +39,14 @@ class Dialect:
         return [self._spell(message) for message in messages]
 
     def without_reasoning(self, message: Message) -> Message:
-        """The message without what is reasoning to the template; itself when that is nothing.
+        """The message without what is reasoning to the template.
 
         Where a reply with calls cannot have both, its content takes the place of reasoning.
         """
         silent = {field: value for field, value in message.items() if field != "reasoning_content"}
         if self.content_or_reasoning and message.get("tool_calls"):
             silent["content"] = ""
-        return message if silent == message else silent
+        return silent
 
     def _spell(self, message: Message) -> Message:
         calls = message.get("tool_calls")

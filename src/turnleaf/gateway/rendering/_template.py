@@ -63,13 +63,17 @@ class Template:
 
     def holds_reasoning(self, message: Message) -> bool:
         """Whether it says something that is reasoning to the template, which may omit it later."""
-        return self._dialect.without_reasoning(message) is not message
+        silent = self._dialect.without_reasoning(message)
+        return any(
+            text.strip() and text != silent.get(name)
+            for name in ("reasoning_content", "content")
+            if (text := message.get(name) or "")
+        )
 
     def without_reasoning(self, messages: Sequence[Message]) -> list[Message] | None:
         """The messages without what was thought in them; None when that changes nothing."""
-        if not any(map(self.holds_reasoning, messages)):
-            return None
-        return [self._dialect.without_reasoning(message) for message in messages]
+        silent = [self._dialect.without_reasoning(message) for message in messages]
+        return None if silent == list(messages) else silent
 
     def render(
         self,
