@@ -9,9 +9,6 @@ import base64
 import hashlib
 import importlib.util
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import Any
 import attrs
 
 from turnleaf.adapters.mock._checkpoint import _visible, cached_checkpoint
+from turnleaf.adapters.mock._made_once import made_once
 from turnleaf.gateway.rendering import Renderer
 
 TOOL_TOKENS = ("<tool_call>", "</tool_call>")
@@ -291,23 +289,8 @@ def family_checkpoint(name: str) -> Path:
     """The folder of a family, built once and kept in the cache directory; processes may race."""
     family = FAMILIES[name]
     template = family.template()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    parent = cache / "turnleaf" / "families"
     made_from = Path(__file__).read_bytes() + b"\0" + template.encode()
-    folder = parent / f"{name}-{hashlib.sha256(made_from).hexdigest()[:16]}"
-    if folder.is_dir():
-        return folder
-    parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=parent))
-    try:
-        _write(draft, family, template)
-        draft.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return folder
+    return made_once("families", name, made_from, lambda draft: _write(draft, family, template))
 
 
 @cache

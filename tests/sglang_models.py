@@ -4,18 +4,16 @@ Qwen3's shape begins as random numbers and is taught a few conversations until w
 out of it, and not always: what it samples is far from certain, as in training.
 """
 
-import hashlib
 import json
 import os
-import shutil
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.gateway_stack import checkpoint
 from tests.messages import assistant, call, result, user
+from turnleaf.adapters.mock._made_once import made_once
 from turnleaf.gateway.rendering import Renderer
 
 PROGRAMS = Path(__file__).parent / "engine_side"
@@ -45,7 +43,8 @@ def qwen3_models(python: Path) -> tuple[Path, Path]:
         paths = (program, folder, draft / "examples.json", draft / "model", draft / "updated")
         _run(python, paths)
 
-    made = _cached("qwen3", [examples, str(folder), _source("make_qwen3.py")], make)
+    made_from = "\0".join([examples, str(folder), _source("make_qwen3.py")])
+    made = made_once("sglang-models", "qwen3", made_from.encode(), make)
     return made / "model", made / "updated"
 
 
@@ -56,7 +55,8 @@ def smollm2_model(python: Path) -> Path:
     def make(draft: Path) -> None:
         _run(python, (PROGRAMS / "make_smollm2.py", template, draft / "model"))
 
-    made = _cached("smollm2", [template.read_text(), _source("make_smollm2.py")], make)
+    made_from = "\0".join([template.read_text(), _source("make_smollm2.py")])
+    made = made_once("sglang-models", "smollm2", made_from.encode(), make)
     return made / "model"
 
 
@@ -99,23 +99,3 @@ def _run(python: Path, arguments: Sequence[Path]) -> None:
     )
     assert run.returncode == 0, run.stdout
     print(run.stdout)
-
-
-def _cached(name: str, made_from: Sequence[str], make: Callable[[Path], None]) -> Path:
-    """The folder that `make` filled, once; of processes that race the first is kept."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    parent = cache / "turnleaf" / "sglang-models"
-    digest = hashlib.sha256("\0".join(made_from).encode()).hexdigest()[:16]
-    folder = parent / f"{name}-{digest}"
-    if not folder.is_dir():
-        parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=parent))
-        try:
-            make(draft)
-            draft.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-    return folder

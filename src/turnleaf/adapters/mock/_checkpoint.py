@@ -7,16 +7,13 @@ no weights: enough for a gateway over an engine that samples by other means.
 """
 
 import base64
-import hashlib
 import importlib.util
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from turnleaf.adapters.mock._made_once import made_once
 from turnleaf.core import MissingExtraError
 
 __all__ = ["Family", "cached_checkpoint", "write_checkpoint"]
@@ -75,27 +72,16 @@ def cached_checkpoint(family: Family, *, chat_template: str | None = None) -> Pa
     Processes may race: each builds apart, and the first to finish is kept. Raises as
     `write_checkpoint` does.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    parent = cache / "turnleaf" / "checkpoints"
     made_from = (Path(__file__).read_bytes(), (chat_template or _own_template()).encode())
-    digest = hashlib.sha256(b"\0".join(made_from)).hexdigest()[:16]
-    folder = parent / f"{family}-{digest}"
-    if folder.is_dir():
-        return folder
-    if chat_template is None:
-        tokenizer = _tokenizer_json(family)
-    else:
-        tokenizer = (cached_checkpoint(family) / "tokenizer.json").read_bytes()
-    parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=parent))
-    try:
-        _write(draft, family, chat_template, tokenizer).rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return folder
+
+    def make(draft: Path) -> None:
+        if chat_template is None:
+            tokenizer = _tokenizer_json(family)
+        else:
+            tokenizer = (cached_checkpoint(family) / "tokenizer.json").read_bytes()
+        _write(draft, family, chat_template, tokenizer)
+
+    return made_once("checkpoints", family, b"\0".join(made_from), make)
 
 
 def _write(folder: Path, family: Family, chat_template: str | None, tokenizer: bytes) -> Path:
