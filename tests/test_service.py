@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import subprocess
 import sys
 import threading
@@ -330,6 +331,48 @@ def test_a_loop_that_cannot_start_is_told_and_tried_again() -> None:
         check=True,
     )
     assert run.stdout == "EMFILE\nEMFILE\n42\n"
+
+
+class HeldBack:
+    """A lock that a thread which could not start gets only once the next one is at work."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.next_is_at_work = threading.Event()
+        self.not_started: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is self.not_started:
+            assert self.next_is_at_work.wait(PATIENCE)
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_a_thread_that_could_not_start_does_not_end_what_the_next_one_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held_back = HeldBack()
+    service = Service()
+    monkeypatch.setattr(service, "_lock", held_back)
+
+    def no_file_left() -> None:
+        held_back.not_started = threading.current_thread()
+        raise OSError(errno.EMFILE, "no file left")
+
+    async def outlive_the_other() -> int:
+        held_back.next_is_at_work.set()
+        assert held_back.not_started is not None
+        await anyio.to_thread.run_sync(held_back.not_started.join)
+        return 42
+
+    with monkeypatch.context() as patched:
+        patched.setattr(service_module, "_Loop", no_file_left)
+        with pytest.raises(OSError, match="no file left"):
+            service.call(where)
+    assert service.call(outlive_the_other) == 42
+    service.close()
 
 
 LEFT_OPEN = """

@@ -52,6 +52,7 @@ class _Started:
     served: threading.Event
     portal: BlockingPortal
     background: Background
+    waited_for: set[concurrent.futures.Future[Any]]
 
 
 class Service:
@@ -67,7 +68,6 @@ class Service:
         self._lock = threading.Lock()
         self._started: _Started | None = None
         self._closed = False
-        self._waited_for: set[concurrent.futures.Future[Any]] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -162,8 +162,9 @@ class Service:
                 future = self._started.portal.start_task_soon(function, *args)
             except RuntimeError:
                 raise self._gone() from None
-            self._waited_for.add(future)
-        future.add_done_callback(self._waited_for.discard)
+            waited_for = self._started.waited_for
+            waited_for.add(future)
+        future.add_done_callback(waited_for.discard)
         return future
 
     @property
@@ -197,6 +198,8 @@ class Service:
         ready: concurrent.futures.Future[tuple[BlockingPortal, Background]]
         ready = concurrent.futures.Future()
         served = threading.Event()
+        # Of this thread alone: one that could not start may end while the next one is at work.
+        waited_for: set[concurrent.futures.Future[Any]] = set()
 
         def serve() -> None:
             try:
@@ -211,7 +214,7 @@ class Service:
                 served.set()
                 # A loop that is ended from within leaves tasks that never began.
                 with self._lock:
-                    left = tuple(self._waited_for)
+                    left = tuple(waited_for)
                 for future in left:
                     future.cancel()
 
@@ -220,7 +223,7 @@ class Service:
         thread.start()
         portal, background = ready.result()
         atexit.register(self.close)
-        return _Started(os.getpid(), thread, served, portal, background)
+        return _Started(os.getpid(), thread, served, portal, background, waited_for)
 
     async def _serve(
         self,
