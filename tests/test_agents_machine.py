@@ -769,24 +769,24 @@ class AgentsMachine(RuleBasedStateMachine):
         """The prompt says what the template makes of the conversation, its reasoning restored, and
         nothing of another key; what it repeats of earlier turns, it repeats token by token."""
         decode = self.family.renderer.decode
-        assert set(WORD.findall(decode(prepared.prompt))) <= rollout.words
+        assert set(WORD.findall(decode(prepared.prompt.ids))) <= rollout.words
         spans: list[tuple[int, int]] = []
         for turn in sorted(record.trajectory.turns, key=lambda turn: turn.end):
             path = record.trajectory.tokens_through(turn.id)
-            if not np.array_equal(path, prepared.prompt[: turn.end]):
+            if not np.array_equal(path, prepared.prompt.ids[: turn.end]):
                 continue
             # Replies to one prompt may begin alike.
             begin = turn.end - len(turn.output)
             while spans and spans[-1][1] > begin:
                 begin = min(begin, spans.pop()[0])
             spans.append((begin, turn.end))
-        edges = [0, *(edge for span in sorted(spans) for edge in span), len(prepared.prompt)]
+        edges = [0, *(edge for span in sorted(spans) for edge in span), len(prepared.prompt.ids)]
         unsampled = [
-            decode(prepared.prompt[begin:end])
+            decode(prepared.prompt.ids[begin:end])
             for begin, end in zip(edges[::2], edges[1::2], strict=True)
         ]
         # In any order: templates put a text that is behind a call before it.
-        words = Counter(WORD.findall(decode(prepared.prompt)))
+        words = Counter(WORD.findall(decode(prepared.prompt.ids)))
         normal = [normalise(message, "") for message in request.messages]
         fitting, tried = [], []
         readings, continued, stays = self.readings(rollout, normal, json.dumps(request.tools))
@@ -805,17 +805,17 @@ class AgentsMachine(RuleBasedStateMachine):
             same = says(words, due, said, kept) and (
                 not comparable or between(unsampled, text, kept)
             )
-            if same or np.array_equal(ids, prepared.prompt):
+            if same or np.array_equal(ids, prepared.prompt.ids):
                 fitting.append(said)
         assert fitting, (
             "the prompt is not what the template makes of any reading of the conversation:\n"
-            f"{decode(prepared.prompt)!r}\nof which unsampled: {unsampled!r}\n"
+            f"{decode(prepared.prompt.ids)!r}\nof which unsampled: {unsampled!r}\n"
             + "\n".join(map(repr, tried))
         )
         rollout.options[prepared.id] = fitting
         if stays:
             paths = map(record.trajectory.tokens_through, continued)
-            assert any(np.array_equal(path, prepared.prompt[: len(path)]) for path in paths)
+            assert any(np.array_equal(path, prepared.prompt.ids[: len(path)]) for path in paths)
 
     def kept_reasoning(self, messages: Sequence[dict[str, Any]]) -> list[str]:
         """What may be in a prompt though the template leaves it out."""
@@ -873,7 +873,7 @@ class AgentsMachine(RuleBasedStateMachine):
         usage = (told.usage or {}).get("prompt_tokens"), (told.usage or {}).get("completion_tokens")
         if not asked.get("stream") or asked.get("stream_options"):
             sampled = sum(len(record.trajectory.turn(id_).output) for id_ in prepared.turn_ids)
-            assert usage == (len(prepared.prompt), sampled)
+            assert usage == (len(prepared.prompt.ids), sampled)
         else:
             assert told.usage is None
 
@@ -892,7 +892,7 @@ class AgentsMachine(RuleBasedStateMachine):
             tools=prepared.request.readable_tools,
             finish_reason=turn.finish_reason,
             matched=engine.matched,
-            prompt=prepared.prompt,
+            prompt=prepared.prompt.ids,
         )
         assert (told.message.get("content") or "") == parsed.content
         assert told.message.get("reasoning_content", "") == parsed.reasoning
@@ -989,7 +989,7 @@ class AgentsMachine(RuleBasedStateMachine):
                 and turn.end == len(leaf.tokens)
                 and np.array_equal(
                     leaf.tokens,
-                    np.concatenate([rollout.prepared[turn.id].prompt, turn.output]),
+                    np.concatenate([rollout.prepared[turn.id].prompt.ids, turn.output]),
                 )
                 for turn in trajectory.turns
             )

@@ -12,7 +12,7 @@ from tests.gateway_stack import Stack, running_gateway
 from tests.strategies import Recorded, recorded
 from turnleaf.core import Key, Trajectory
 from turnleaf.gateway._branches import Branches
-from turnleaf.gateway._history import Conversation
+from turnleaf.gateway._history import History
 
 THINK = "<think>\nhm\n</think>\n\n"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
@@ -26,7 +26,7 @@ def test_leaves_are_counted_as_the_trajectory_has_them(recorded: Recorded, data:
     branches = Branches()
     for turn_id in delivered:
         trajectory.exclude(turn_id, "undelivered")
-        branches.note(turn_id, Conversation(b"", 0, ()), None, repeated=False)
+        branches.note(turn_id, History().read([], None), None, repeated=False)
     for turn_id in data.draw(st.permutations(delivered)):
         trajectory.exclude(turn_id, None)
         branches.deliver(trajectory, turn_id)

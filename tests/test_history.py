@@ -1,5 +1,6 @@
 """Which sampled turn a request continues."""
 
+import copy
 import json
 from typing import Any
 
@@ -381,3 +382,41 @@ def test_a_recorded_reply_is_found_again_behind_any_continuation(
     assert match.turn_id == f"turn-{expected[-1]}"
     assert len(match.past()) == expected[-1] + 1
     assert len(match.new) == upto - len(match.past())
+
+
+NUMBERED = [
+    as_client(tool_calls=with_arguments({"at": one}, "{}"), reasoning_content=...)
+    for one in (1, True, 1.0)
+]
+SAID = [
+    USER,
+    *NUMBERED,
+    *RESULTS,
+    {"role": "user", "content": "go on"},
+    {"role": "assistant", "content": "so?"},
+    {"role": "assistant", "content": "so?", "reasoning_content": "hm"},
+]
+
+
+def test_a_number_of_another_type_is_not_recalled() -> None:
+    history = History()
+    answer = {"role": "assistant", "content": "so?"}
+    recorded(history, [USER, NUMBERED[0], *RESULTS], answer, "turn-1")
+    matches = [found(history, [USER, one, *RESULTS, answer]) for one in NUMBERED]
+    assert [match and match.turn_id for match in matches] == ["turn-1", None, None]
+
+
+@given(st.lists(st.lists(st.sampled_from(SAID), min_size=1, max_size=6), max_size=8))
+def test_messages_that_are_recalled_are_those_that_were_sent(
+    conversations: list[list[dict[str, Any]]],
+) -> None:
+    histories = [History(), History()]
+    histories[1]._recall = lambda _: []  # type: ignore[method-assign]
+    for at, messages in enumerate(conversations):
+        one, other = [found(history, copy.deepcopy(messages)) for history in histories]
+        assert (one and (one.turn_id, one.past(), one.new)) == (
+            other and (other.turn_id, other.past(), other.new)
+        )
+        for history in histories:
+            reply = {"role": "assistant", "content": "so?"}
+            recorded(history, copy.deepcopy(messages), reply, f"turn-{at}")

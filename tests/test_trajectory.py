@@ -186,6 +186,17 @@ def test_locate_finds_the_longest_shared_prefix_of_all_paths(
     assert place.parent is None or type(place.keep) is int
 
 
+@given(recorded, st.data())
+def test_what_a_prompt_is_known_to_continue_changes_nothing(
+    recorded: Recorded, data: st.DataObject
+) -> None:
+    along = data.draw(st.sampled_from([*recorded.paths]))
+    wanted = prompt(*recorded.paths[along], *data.draw(token_lists))
+    with_experts = data.draw(st.booleans())
+    place = recorded.trajectory.locate(wanted, along=along, with_experts=with_experts)
+    assert place == recorded.trajectory.locate(wanted, with_experts=with_experts)
+
+
 @given(recorded_by_gateway)
 def test_what_is_stored_is_what_is_new_or_rendered_anew(recorded: Recorded) -> None:
     stored = new = 0

@@ -164,9 +164,9 @@ class Agent:
         due = thoughts(self.renderer.render(messages, TOOLS).ids)
         if match is not None and self.retains(match.new):
             path = self.record.trajectory.tokens_through(match.turn_id)
-            assert prepared.prompt[: len(path)].tolist() == path.tolist()
+            assert prepared.prompt.ids[: len(path)].tolist() == path.tolist()
             due = thoughts(path) | {thought for thought in due if thought in str(match.new)}
-        assert thoughts(prepared.prompt) == due
+        assert thoughts(prepared.prompt.ids) == due
 
     def retains(self, new: list[dict[str, Any]]) -> bool:
         asked = "user" in [message["role"] for message in new]
@@ -310,7 +310,7 @@ async def test_a_path_that_cannot_go_on_is_rendered_as_the_template_does(
     for _ in range(2):
         request = parse_chat_request({"messages": messages})
         prepared = await turns.prepare(record, request, Call(), trained=True)
-        assert prepared.prompt.tolist() == counting.render(messages).ids.tolist()
+        assert prepared.prompt.ids.tolist() == counting.render(messages).ids.tolist()
         reply = await turns.sample(record, prepared, Call())
         turns.deliver(record, reply.id)
         messages += [reply.choices[0].message, {"role": "user", "content": "and?"}]

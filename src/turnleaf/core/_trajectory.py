@@ -157,22 +157,29 @@ class Trajectory:
         """Set why a turn is not trained; None trains it. Raises TrajectoryError if unknown."""
         self._turns[turn_id] = attrs.evolve(self.turn(turn_id), excluded=reason)
 
-    def locate(self, prompt: TokenIds, *, with_experts: bool = False) -> Place:
+    def locate(
+        self, prompt: TokenIds, *, along: str | None = None, with_experts: bool = False
+    ) -> Place:
         """Find the path that shares the longest token prefix with a full prompt.
 
         Ties go to a turn whose path is shared whole, then to one that was delivered, then to the
         latest one added. Costs one comparison of the prompt per branch that it follows, plus a
         step per turn.
 
+        along: id of a turn that the prompt is known to continue: it begins with all tokens of that
+        turn's path, which are not compared.
         with_experts: only turns that recorded routed experts count. A leaf has experts only if
         all of its turns do, and a call that was aborted before its first token recorded none.
         """
         best, best_rank = Place(None, 0), (0, False, False)
         shared: dict[str | None, int] = {None: 0}
+        # Of each turn on the path: how many of its tokens are on it.
+        known = {} if along is None else {piece.turn.id: piece.upto for piece in self._path(along)}
         for turn in self._turns.values():
             matched = min(turn.keep, shared[turn.parent])
             if matched == turn.keep:
-                matched = _shared(turn, prompt)
+                upto = known.get(turn.id)
+                matched = turn.end if upto == turn.end else _shared(turn, prompt)
             shared[turn.id] = matched
             rank = (matched, matched == turn.end, turn.excluded != "undelivered")
             # A turn that adds nothing to the match is no parent: its own parent is one.

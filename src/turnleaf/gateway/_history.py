@@ -1,7 +1,7 @@
 """Which sampled turn a request continues: the messages of a rollout as a tree."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import attrs
@@ -19,16 +19,28 @@ ThinkingRetention = Literal["template", "tool_cycle", "all"]
 until a user speaks; or as long as the path goes on."""
 
 
-@attrs.frozen(eq=False)
+_ChildKey = tuple[bytes, int | str | None]
+
+
+@attrs.define(eq=False)
 class _Known:
-    """A message: digest and number of its raw bytes, normal form, and what it is compared by."""
+    """A message: digest and number of its raw bytes, normal form, and what it is compared by.
+
+    raw: as it was sent, if that equals only what is the same JSON. key: what a node for it is found
+    by below its parent, unless it answers a call. next: what followed it when a turn was last
+    recorded with it, a reply or what a client made of it.
+    """
 
     raw_digest: bytes
     size: int
+    raw: Any
     message: Message
     digest: bytes
     reasoning: str
     call_ids: tuple[str, ...]
+    answers: str | None
+    key: _ChildKey
+    next: "_Known | None" = None
 
 
 @attrs.frozen(eq=False)
@@ -56,9 +68,6 @@ class _Reply:
         return repeated
 
 
-_ChildKey = tuple[bytes, int | str | None]
-
-
 @attrs.define(eq=False)
 class _Node:
     """One message after a certain history. Replies with equal content share a node."""
@@ -72,11 +81,17 @@ class _Node:
 
 @attrs.frozen(eq=False)
 class Conversation:
-    """A request's messages, and the tools that it offers."""
+    """A request's messages, and the tools that it offers.
+
+    keys: what the node of each message is found by below its parent. recalled: how many messages,
+    from the first on, followed one another like this in a turn that is recorded.
+    """
 
     _tools: bytes
     _tools_size: int
-    _known: tuple[_Known, ...]
+    _known: list[_Known]
+    _keys: list[_ChildKey]
+    _recalled: int
 
     @property
     def size(self) -> int:
@@ -160,17 +175,34 @@ class History:
         self._restore = client_reasoning == "restore"
         self._retention = thinking_retention
         self._known: dict[bytes, _Known] = {}
+        self._first: _Known | None = None
         self._roots: dict[bytes, _Node] = {}
         self._recorded = 0
 
     def read(self, raw_messages: Sequence[Any], tools: Any) -> Conversation:
         """Take in a request's messages; raises RequestError that names the field at fault."""
+        known = self._recall(raw_messages)
+        recalled = len(known)
         try:
-            known = tuple(self._know(raw, f"messages[{at}]") for at, raw in enumerate(raw_messages))
+            known += [
+                self._know(raw_messages[at], f"messages[{at}]")
+                for at in range(recalled, len(raw_messages))
+            ]
             raw_tools = orjson.dumps(tools)
         except (orjson.JSONEncodeError, RecursionError):
             raise bad_request("messages", "they, or the tools, are nested too deeply") from None
-        return Conversation(_digest(raw_tools), len(raw_tools), known)
+        return Conversation(_digest(raw_tools), len(raw_tools), known, _keys(known), recalled)
+
+    def _recall(self, raw_messages: Sequence[Any]) -> list[_Known]:
+        """The messages, up to the first that does not follow the others as it last did."""
+        recalled = []
+        known = self._first
+        for raw in raw_messages:
+            if known is None or known.raw is None or known.raw != raw:
+                break
+            recalled.append(known)
+            known = known.next
+        return recalled
 
     def match(self, conversation: Conversation, delivered: Callable[[str], bool]) -> Match | None:
         """The latest turn whose messages and reply the conversation begins with, if any.
@@ -182,7 +214,8 @@ class History:
         best: tuple[int, list[_Node]] | None = None
         root = self._roots.get(conversation._tools)
         frontier = [root] if root else []
-        for at, (known, key) in enumerate(_keyed(conversation._known)):
+        keyed = zip(conversation._known, conversation._keys, strict=True)
+        for at, (known, key) in enumerate(keyed):
             frontier = [
                 child
                 for node in frontier
@@ -198,14 +231,16 @@ class History:
             return None
         length, nodes = best
         matched, new = conversation._known[:length], conversation._known[length:]
-        node, reply = max(
-            ((node, reply) for node in nodes for reply in node.replies),
-            key=lambda candidate: (
-                candidate[1].repeated_by(matched),
-                delivered(candidate[1].turn_id),
-                candidate[1].order,
-            ),
-        )
+        candidates = [(node, reply) for node in nodes for reply in node.replies]
+        if len(candidates) > 1:
+            candidates.sort(
+                key=lambda candidate: (
+                    candidate[1].repeated_by(matched),
+                    delivered(candidate[1].turn_id),
+                    candidate[1].order,
+                )
+            )
+        node, reply = candidates[-1]
         return Match(new, reply, node, matched, self._retention)
 
     def record(
@@ -226,13 +261,12 @@ class History:
             node, start = self._roots.setdefault(conversation._tools, _Node(None, {}, "")), 0
         else:
             node, start = match._node, len(match._matched)
-        for known, key in list(_keyed(conversation._known))[start:]:
-            node = _child(node, known, key)
+        for at in range(start, len(conversation._known)):
+            node = _child(node, conversation._known[at], conversation._keys[at])
         known = self._know(reply, "reply")
-        # The messages before `start` too: a client has a spelling of its own for what it was sent.
-        self._known.update((one.raw_digest, one) for one in (*conversation._known, known))
+        self._remember(conversation, known)
         repeated = any(child.replies for same in node.children.values() for child in same)
-        node = _child(node, known, (known.digest, None))
+        node = _child(node, known, known.key)
         node.replies.append(
             _Reply(
                 turn_id=turn_id,
@@ -246,19 +280,36 @@ class History:
         self._recorded += 1
         return repeated
 
+    def _remember(self, conversation: Conversation, reply: _Known) -> None:
+        # The messages of the turn that it continues too: a client has a spelling of its own for
+        # what it was sent.
+        recalled = conversation._recalled
+        before = conversation._known[recalled - 1] if recalled else None
+        for one in (*conversation._known[recalled:], reply):
+            self._known[one.raw_digest] = one
+            if before is None:
+                self._first = one
+            else:
+                before.next = one
+            before = one
+
     def _know(self, raw: Any, where: str) -> _Known:
         raw_bytes = orjson.dumps(raw)
         key = _digest(raw_bytes)
         known = self._known.get(key)
         if known is None:
             message = normalise(raw, where)
+            digest = _digest(canonical_text(message).encode())
             known = _Known(
                 raw_digest=key,
                 size=len(raw_bytes),
+                raw=raw if _is_exact(raw) else None,
                 message=message,
-                digest=_digest(canonical_text(message).encode()),
+                digest=digest,
                 reasoning=message.get("reasoning_content", "").strip(),
                 call_ids=tuple(call["id"] for call in message.get("tool_calls", ())),
+                answers=message.get("tool_call_id"),
+                key=(digest, None),
             )
         return known
 
@@ -267,17 +318,26 @@ def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def _keyed(
-    conversation: Sequence[_Known],
-) -> Iterator[tuple[_Known, _ChildKey]]:
-    """Each message with its key below its parent: a tool result is tied to the call it answers
-    by that call's position, since ids differ between equal replies."""
+def _is_exact(raw: Any) -> bool:
+    """Whether only the same JSON equals it: to Python, 1 is true and 1.0."""
+    if isinstance(raw, dict):
+        return all(map(_is_exact, raw.values()))
+    if isinstance(raw, list):
+        return all(map(_is_exact, raw))
+    return raw is None or isinstance(raw, str)
+
+
+def _keys(conversation: Sequence[_Known]) -> list[_ChildKey]:
+    """The key of each message below its parent: a tool result is tied to the call it answers by
+    that call's position, since ids differ between equal replies."""
+    keys = []
     positions: dict[str, int] = {}
     for known in conversation:
         if known.call_ids:
             positions = {call_id: at for at, call_id in enumerate(known.call_ids)}
-        answers = known.message.get("tool_call_id")
-        yield known, (known.digest, positions.get(answers, answers) if answers else None)
+        answers = known.answers
+        keys.append((known.digest, positions.get(answers, answers)) if answers else known.key)
+    return keys
 
 
 def _child(node: _Node, known: _Known, key: _ChildKey) -> _Node:

@@ -6,19 +6,34 @@ from typing import TypeVar
 
 import anyio
 import anyio.to_thread
+import attrs
 import numpy as np
 
+from turnleaf.core import TokenIds
 from turnleaf.gateway._history import Conversation, Match
 from turnleaf.gateway._keys import Call, Record, ended
 from turnleaf.gateway.protocols import ChatRequest
 from turnleaf.gateway.rendering import Rendered, Renderer
 
-__all__ = ["Prompts"]
+__all__ = ["Prompt", "Prompts"]
 
 Result = TypeVar("Result")
 
 LONG_TEXT = 20_000
 """Bytes of messages from which on they are rendered in a thread, not on the event loop."""
+
+
+@attrs.frozen(eq=False)
+class Prompt:
+    """What a turn is sampled from.
+
+    ids: int32[n]. shows_reasoning: they hold reasoning of earlier messages. continues: the turn
+    with all of whose tokens they begin; None where they were rendered anew.
+    """
+
+    ids: TokenIds
+    shows_reasoning: bool
+    continues: str | None
 
 
 class Prompts:
@@ -35,7 +50,7 @@ class Prompts:
         call: Call,
         conversation: Conversation,
         match: Match | None,
-    ) -> Rendered:
+    ) -> Prompt:
         """The whole prompt. match: the turn that the conversation continues, if any.
 
         Raises RenderError, and a 401 RequestError when the call is ended meanwhile.
@@ -45,10 +60,11 @@ class Prompts:
             if added is not None:
                 path = record.trajectory.tokens_through(match.turn_id)
                 shows_reasoning = match.carries_reasoning or added.shows_reasoning
-                return Rendered(np.concatenate([path, added.ids]), shows_reasoning)
+                return Prompt(np.concatenate([path, added.ids]), shows_reasoning, match.turn_id)
         messages = conversation.messages if match is None else [*match.past(), *match.new]
         render = partial(self._renderer.render, messages, request.tools, clock=record.clock)
-        return await self._off_loop(call, conversation.size, render)
+        rendered = await self._off_loop(call, conversation.size, render)
+        return Prompt(rendered.ids, rendered.shows_reasoning, continues=None)
 
     async def _added(
         self, record: Record, request: ChatRequest, call: Call, match: Match

@@ -8,9 +8,10 @@ from typing import Any
 
 import attrs
 
-from turnleaf.core import EngineError, Exclusion, Place, Replay, TokenIds, Turn, TurnTimings
+from turnleaf.core import EngineError, Exclusion, Place, Replay, Turn, TurnTimings
 from turnleaf.gateway._history import Conversation, Match
 from turnleaf.gateway._keys import Call, Record, ended
+from turnleaf.gateway._prompts import Prompt
 from turnleaf.gateway.engines import (
     ContinuingEngine,
     Engine,
@@ -38,10 +39,9 @@ class Prepared:
     """A request whose prompt is built.
 
     turn_ids, indices: of the turns that are to be sampled from it. started: Unix time. began: the
-    same moment by `time.monotonic`. prompt: int32[n], the whole prompt. shows_reasoning: it holds
-    reasoning of earlier messages. max_new_tokens: the least of the agent's, the trainer's and what
-    the context leaves. constraint: sampling parameters that mask what is sampled; None when nothing
-    does.
+    same moment by `time.monotonic`. max_new_tokens: the least of the agent's, the trainer's and
+    what the context leaves. constraint: sampling parameters that mask what is sampled; None when
+    nothing does.
     """
 
     turn_ids: tuple[str, ...]
@@ -52,8 +52,7 @@ class Prepared:
     trained: bool
     conversation: Conversation
     match: Match | None
-    prompt: TokenIds
-    shows_reasoning: bool
+    prompt: Prompt
     max_new_tokens: int
     constraint: Mapping[str, Any] | None
 
@@ -80,7 +79,7 @@ class Sampler:
         seed = sampling.get("sampling_seed")
         if seed is not None:
             # Equal prompts and equal seeds would be equal replies.
-            digest = hashlib.blake2b(prepared.prompt.tobytes(), digest_size=16).digest()
+            digest = hashlib.blake2b(prepared.prompt.ids.tobytes(), digest_size=16).digest()
             sampling["sampling_seed"] = seed + record.sampled_from[digest]
             record.sampled_from[digest] += 1
         stop = sampling.pop("stop", None) or []  # None, as absent, is none
@@ -89,10 +88,12 @@ class Sampler:
             sampling["stop"] = stop
         return sampling
 
-    def _place(self, record: Record, prompt: TokenIds) -> Place:
-        return record.trajectory.locate(prompt, with_experts=self._experts_shape is not None)
+    def _place(self, record: Record, prompt: Prompt) -> Place:
+        return record.trajectory.locate(
+            prompt.ids, along=prompt.continues, with_experts=self._experts_shape is not None
+        )
 
-    def _wanted_experts(self, record: Record, prompt: TokenIds) -> WantedExperts | None:
+    def _wanted_experts(self, record: Record, prompt: Prompt) -> WantedExperts | None:
         """The rows that the turn may have to record: others may be recorded before it, which only
         makes them fewer."""
         if self._experts_shape is None:
@@ -134,7 +135,7 @@ class Sampler:
     ) -> EngineReply:
         request = EngineRequest(
             turn_id=prepared.turn_ids[at],
-            input_ids=prepared.prompt,
+            input_ids=prepared.prompt.ids,
             sampling=sampling,
             routing_key=record.name,
             experts=experts,
@@ -181,7 +182,7 @@ class Sampler:
             index=prepared.indices[at],
             parent=place.parent,
             keep=place.keep,
-            prompt=prepared.prompt[place.keep :],
+            prompt=prepared.prompt.ids[place.keep :],
             output=reply.output,
             logprobs=reply.logprobs,
             finish_reason=reply.finish_reason,

@@ -119,8 +119,7 @@ class Turns:
             trained=trained,
             conversation=conversation,
             match=match,
-            prompt=prompt.ids,
-            shows_reasoning=prompt.shows_reasoning,
+            prompt=prompt,
             max_new_tokens=self._max_new_tokens(record, request, len(prompt.ids)),
             constraint=constraint,
         )
@@ -158,7 +157,7 @@ class Turns:
             id=prepared.id,
             model=prepared.request.model,
             choices=tuple(choices[at] for at in sorted(choices)),
-            prompt_tokens=len(prepared.prompt),
+            prompt_tokens=len(prepared.prompt.ids),
             cached_tokens=cached_tokens[0],
         )
 
@@ -190,7 +189,7 @@ class Turns:
             prepared.match,
             choice.message,
             turn.id,
-            shows_reasoning=prepared.shows_reasoning
+            shows_reasoning=prepared.prompt.shows_reasoning
             or self._renderer.holds_reasoning(choice.message),
         )
         record.branches.note(turn.id, prepared.conversation, prepared.match, repeated=repeated)
@@ -220,7 +219,7 @@ class Turns:
     ) -> Telling:
         reader = self._renderer.reader(
             tools=prepared.request.readable_tools,
-            prompt=prepared.prompt,
+            prompt=prepared.prompt.ids,
             stop=sampling.get("stop", ()),
         )
         return Telling(tell, reader, at, prepared.turn_ids[at])
@@ -239,7 +238,7 @@ class Turns:
             tools=request.readable_tools,
             finish_reason=reply.finish_reason,
             matched=reply.matched,
-            prompt=prepared.prompt,
+            prompt=prepared.prompt.ids,
         )
         if telling is not None:
             telling.finish(parsed)

@@ -23,9 +23,6 @@ from turnleaf.gateway.rendering.parsers import Piece
 __all__ = ["ControlledTokenizer", "Shield"]
 
 
-_LONG = 10_000
-"""Characters from which on a text is encoded as a batch of one: `encode` holds Python's global lock
-until it is done, `encode_batch_fast` does not."""
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (byte for byte in range(0x100) if byte not in _PRINTABLE)
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
@@ -117,10 +114,9 @@ class ControlledTokenizer:
             return []
         if shield is not None:
             text = shield.restore(text)
-        text = _encodable(text)
-        if len(text) < _LONG:
-            return self._plain.encode(text, add_special_tokens=False).ids
-        return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        # As a batch of one: `encode` also works out where each token begins, and holds Python's
+        # global lock meanwhile.
+        return self._plain.encode_batch_fast([_encodable(text)], add_special_tokens=False)[0].ids
 
     def _prove(self) -> None:
         sample = "".join(
