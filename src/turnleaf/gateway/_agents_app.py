@@ -1,5 +1,6 @@
 """The agents' listener: chat completions, the agent's own trajectory, health."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from typing import Any
 
 import anyio
 import attrs
+from anyio.abc import TaskGroup
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -109,16 +111,19 @@ class ChatCompletions:
         except RequestError as error:
             record.asked.refuse(identity, error)
             raise
-        reply = _Sending(send, chat)
+        client, reply = _Client(receive), _Sending(send, chat)
         record.calls.add(call)
         try:
             with call.scope:
-                if claimed is None:
-                    asked = record.asked.ask(identity)
-                    await self._host(record, chat, trained, call, asked, receive, reply)
-                else:
-                    record.metrics.joined()
-                    await self._attend(record, claimed, call, receive, reply)
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(client.watch)
+                    if claimed is None:
+                        asked = record.asked.ask(identity)
+                        await self._host(record, chat, trained, call, asked, client, reply, tasks)
+                    else:
+                        record.metrics.joined()
+                        await self._attend(record, claimed, call, client, reply)
+                    tasks.cancel_scope.cancel()
             if call.scope.cancelled_caught:
                 await reply.fail(ended())
         finally:
@@ -132,60 +137,56 @@ class ChatCompletions:
         trained: bool,
         call: Call,
         asked: Asked,
-        receive: Receive,
+        client: "_Client",
         reply: "_Sending",
+        tasks: TaskGroup,
     ) -> None:
-        """Have the turn sampled, whoever waits for it in the end."""
+        """Have the turn sampled by one of the tasks, whoever waits for it in the end."""
 
         async def sample() -> None:
             asked.finish(await self._sample(record, chat, trained, call, asked))
 
-        async def end_with_key() -> None:
-            await anyio.sleep(record.expires_at - time.monotonic())
-            call.end("aborted")
-
+        # No task, which would cost more than all else that a call does in waiting.
+        ending = asyncio.get_running_loop().call_later(
+            record.expires_at - time.monotonic(), call.end, "aborted"
+        )
+        tasks.start_soon(sample)
         try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(end_with_key)
-                tasks.start_soon(sample)
-                await self._attend(record, asked, call, receive, reply)
-                await asked.abandoned(self._keys.retry_grace)
-                call.end("undelivered")
-                await asked.done.wait()
-                tasks.cancel_scope.cancel()
+            await self._attend(record, asked, call, client, reply)
+            await asked.abandoned(self._keys.retry_grace)
+            call.end("undelivered")
+            await asked.done.wait()
         finally:
+            ending.cancel()
             if not asked.done.is_set():
                 asked.finish(ended())
 
     async def _attend(
-        self, record: Record, asked: Asked, call: Call, receive: Receive, reply: "_Sending"
+        self, record: Record, asked: Asked, call: Call, client: "_Client", reply: "_Sending"
     ) -> None:
         """Wait for a turn and tell the agent of it; returns when that is done or the agent gone."""
-        client = _Client(receive, on_gone=asked.notify)
+        client.on_gone = asked.notify
         asked.take()
         delivered = False
         try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(client.watch)
-                while not asked.done.is_set() and not client.gone:
-                    changed = asked.changed
-                    await reply.pass_on(asked)
-                    with anyio.move_on_after(self._keep_alive) as silence:
-                        await changed.wait()
-                    if silence.cancelled_caught:
-                        await reply.keep_alive()
-                await anyio.lowlevel.checkpoint()  # a disconnect noticed meanwhile shows now
-                outcome = asked.outcome
-                if isinstance(outcome, Completion) and not client.gone:
-                    await reply.complete(outcome, asked)
-                    # At once: the server reports the end of a reply as a disconnect too.
-                    if not client.gone:
-                        self._turns.deliver(record, *outcome.turn_ids)
-                        delivered = call.answered = True
-                elif isinstance(outcome, RequestError) and not client.gone:
-                    await reply.fail(outcome)
-                    call.answered = True
-                tasks.cancel_scope.cancel()
+            while not asked.done.is_set() and not client.gone:
+                changed = asked.changed
+                await reply.pass_on(asked)
+                with anyio.move_on_after(self._keep_alive) as silence:
+                    await changed.wait()
+                if silence.cancelled_caught:
+                    await reply.keep_alive()
+            await anyio.lowlevel.checkpoint()  # a disconnect noticed meanwhile shows now
+            outcome = asked.outcome
+            if isinstance(outcome, Completion) and not client.gone:
+                await reply.complete(outcome, asked)
+                # At once: the server reports the end of a reply as a disconnect too.
+                if not client.gone:
+                    self._turns.deliver(record, *outcome.turn_ids)
+                    delivered = call.answered = True
+            elif isinstance(outcome, RequestError) and not client.gone:
+                await reply.fail(outcome)
+                call.answered = True
         finally:
             asked.leave(delivered=delivered)
 
@@ -218,9 +219,9 @@ class ChatCompletions:
 class _Client:
     """Notices when the client goes away."""
 
-    def __init__(self, receive: Receive, *, on_gone: Callable[[], None]) -> None:
+    def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._on_gone = on_gone
+        self.on_gone: Callable[[], None] | None = None
         self.gone = False
 
     async def watch(self) -> None:
@@ -228,7 +229,8 @@ class _Client:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 self.gone = True
-                self._on_gone()
+                if self.on_gone is not None:
+                    self.on_gone()
                 return
 
 

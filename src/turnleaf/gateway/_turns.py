@@ -148,9 +148,12 @@ class Turns:
                 failures.append(error)
                 call.end("undelivered")
 
-        async with anyio.create_task_group() as tasks:
-            for at in range(len(prepared.turn_ids)):
-                tasks.start_soon(sample_one, at)
+        if len(prepared.turn_ids) == 1:
+            await sample_one(0)
+        else:
+            async with anyio.create_task_group() as tasks:
+                for at in range(len(prepared.turn_ids)):
+                    tasks.start_soon(sample_one, at)
         for failure in failures:
             raise failure
         return Completion(
@@ -267,6 +270,8 @@ class Turns:
     def _warn_of_ignored(
         self, record: Record, request: ChatRequest, constraint: Mapping[str, Any] | None
     ) -> None:
+        if not request.ignored and not request.constraints.kinds:
+            return
         asked = [
             name for name, value in request.ignored.items() if record.sampling.get(name) != value
         ]

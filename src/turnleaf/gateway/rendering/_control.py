@@ -11,6 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -23,6 +24,9 @@ from turnleaf.gateway.rendering.parsers import Piece
 __all__ = ["ControlledTokenizer", "Shield"]
 
 
+_SHORT = 32
+"""Characters up to which a text is remembered with its ids: what templates write over and over."""
+_REMEMBERED = 1024
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (byte for byte in range(0x100) if byte not in _PRINTABLE)
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
@@ -46,6 +50,7 @@ class ControlledTokenizer:
             _refuse_unusual(token, backend)
         self._backend = backend
         self._plain = _without_added_tokens(backend, set(added))
+        self._short_ids = lru_cache(_REMEMBERED)(self._ids_of)
         self._ids = {token.content: id_ for id_, token in added.items()}
         longest_first = sorted(self._ids, key=len, reverse=True)
         # (?!) never matches: a tokenizer may have no added tokens.
@@ -114,9 +119,13 @@ class ControlledTokenizer:
             return []
         if shield is not None:
             text = shield.restore(text)
+        text = _encodable(text)
+        return self._short_ids(text) if len(text) <= _SHORT else self._ids_of(text)
+
+    def _ids_of(self, text: str) -> list[int]:
         # As a batch of one: `encode` also works out where each token begins, and holds Python's
         # global lock meanwhile.
-        return self._plain.encode_batch_fast([_encodable(text)], add_special_tokens=False)[0].ids
+        return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _prove(self) -> None:
         sample = "".join(
