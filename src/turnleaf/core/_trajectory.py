@@ -155,7 +155,7 @@ class Trajectory:
 
     def exclude(self, turn_id: str, reason: Exclusion | None) -> None:
         """Set why a turn is not trained; None trains it. Raises TrajectoryError if unknown."""
-        self._turns[turn_id] = attrs.evolve(self.turn(turn_id), excluded=reason)
+        self._turns[turn_id] = self.turn(turn_id).excluded_for(reason)
 
     def locate(
         self, prompt: TokenIds, *, along: str | None = None, with_experts: bool = False

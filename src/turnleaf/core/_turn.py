@@ -1,5 +1,6 @@
 """One model call, as exact tokens."""
 
+import copy
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
@@ -236,8 +237,7 @@ class Turn:
             raise refuse(
                 f"finish_reason {self.finish_reason!r} is not one of {get_args(FinishReason)}"
             )
-        if self.excluded is not None and self.excluded not in get_args(Exclusion):
-            raise refuse(f"excluded {self.excluded!r} is not one of {get_args(Exclusion)}")
+        self._check_exclusion(self.excluded)
         if self.weight_versions:
             counted = sum(span.count for span in self.weight_versions)
             if counted != len(self.output):
@@ -249,6 +249,23 @@ class Turn:
             problem = self.replay.problem(keep=self.keep, end=self.end, sampled=len(self.output))
             if problem is not None:
                 raise refuse(problem)
+
+    def _check_exclusion(self, reason: Exclusion | None) -> None:
+        if reason is not None and reason not in get_args(Exclusion):
+            raise TrajectoryError(
+                f"turn {self.id!r}: excluded {reason!r} is not one of {get_args(Exclusion)}"
+            )
+
+    def excluded_for(self, reason: Exclusion | None) -> "Turn":
+        """The same turn with another reason not to be trained; None trains it.
+
+        It shares the arrays, and costs the same however long they are. Raises TrajectoryError for
+        a reason that is none.
+        """
+        self._check_exclusion(reason)
+        twin = copy.copy(self)
+        object.__setattr__(twin, "excluded", reason)  # it is nobody else's yet
+        return twin
 
     @property
     def end(self) -> int:

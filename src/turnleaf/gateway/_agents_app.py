@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnleaf.gateway._asked import Asked, identity_of
 from turnleaf.gateway._http import bearer, decoded, guarded, json_response, not_served, read_body
@@ -35,13 +35,14 @@ __all__ = ["agents_app"]
 
 logger = logging.getLogger(__name__)
 
+CHAT = "/v1/chat/completions"
 KEEP_ALIVE = 15.0
 """Seconds of silence after which a streaming client is sent a comment."""
 
 
 def agents_app(
     keys: Keys, turns: Turns, *, model_id: str, keep_alive: float = KEEP_ALIVE
-) -> Starlette:
+) -> ASGIApp:
     """The ASGI app that agents talk to."""
 
     async def health(_: Request) -> Response:
@@ -56,28 +57,30 @@ def agents_app(
         record = keys.authenticate(bearer(request))
         return Response(record.trajectory.to_json(), media_type="application/json")
 
-    not_here = not_served(
-        "this gateway speaks OpenAI chat completions, at POST /v1/chat/completions"
-    )
-    app = Starlette(
+    not_here = not_served(f"this gateway speaks OpenAI chat completions, at POST {CHAT}")
+    chat = ChatCompletions(keys, turns, keep_alive)
+    others = Starlette(
         routes=[
             Route("/healthz", health),
             Route("/v1/models", guarded(models)),
             Route("/v1/trajectory", guarded(trajectory)),
-            Route(
-                "/v1/chat/completions",
-                ChatCompletions(keys, turns, keep_alive),
-                methods=["POST"],
-            ),
         ],
         exception_handlers={404: not_here, 405: not_here},
     )
-    app.router.redirect_slashes = False  # a redirect would name the host that the client claims
+    others.router.redirect_slashes = False  # a redirect would name the host that the client claims
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        # What every turn asks for passes nothing that only the others need.
+        if scope["type"] == "http" and scope["path"] == CHAT and scope["method"] == "POST":
+            await chat(scope, receive, send)
+        else:
+            await others(scope, receive, send)
+
     return app
 
 
 class ChatCompletions:
-    """POST /v1/chat/completions, as an ASGI app: it must know when the last byte was sent."""
+    """POST CHAT, as an ASGI app: it must know when the last byte was sent."""
 
     def __init__(self, keys: Keys, turns: Turns, keep_alive: float) -> None:
         self._keys = keys
@@ -171,6 +174,9 @@ class ChatCompletions:
         try:
             while not asked.done.is_set() and not client.gone:
                 changed = asked.changed
+                if not reply.streams:
+                    await changed.wait()
+                    continue
                 await reply.pass_on(asked)
                 with anyio.move_on_after(self._keep_alive) as silence:
                     await changed.wait()
@@ -244,6 +250,7 @@ class _Sending:
     def __init__(self, send: Send, chat: ChatRequest) -> None:
         self._send = send
         self._chat = chat
+        self.streams = chat.stream
         self._started = False
         self._told = False
         self._passed_on = 0
@@ -257,7 +264,7 @@ class _Sending:
 
     async def complete(self, reply: Completion, asked: Asked) -> None:
         """Send what the client has not been sent yet."""
-        if not self._chat.stream:
+        if not self.streams:
             await self._whole(200, completion(reply), {})
             return
         # A turn that was over before this client came has no events any more.
@@ -282,9 +289,8 @@ class _Sending:
             await self._whole(error.status, bytes(response.body), error.headers())
 
     async def keep_alive(self) -> None:
-        if self._chat.stream:
-            await self._start_stream()
-            await self._body(b": working\n\n", more=True)
+        await self._start_stream()
+        await self._body(b": working\n\n", more=True)
 
     async def _start_stream(self) -> None:
         if not self._started:

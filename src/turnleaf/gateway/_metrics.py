@@ -38,8 +38,9 @@ class Metrics:
         self._turns = Counter(
             "turnleaf_turns", "Turns of keys that ended", ["outcome"], registry=registry
         )
-        self._tokens = Counter(
-            "turnleaf_tokens", "Tokens of recorded turns", ["kind"], registry=registry
+        tokens = Counter("turnleaf_tokens", "Tokens of recorded turns", ["kind"], registry=registry)
+        self._prompt_tokens, self._cached_tokens, self._sampled_tokens = (
+            tokens.labels(kind) for kind in ("prompt", "cached", "sampled")
         )
         self._forks = Counter(
             "turnleaf_forks", "Turns that began another leaf", ["reason"], registry=registry
@@ -87,8 +88,6 @@ class Metrics:
         # What there may be is there from the start, so that a first increase shows as one.
         for outcome in ("trained", *get_args(Exclusion)):
             self._turns.labels(outcome)
-        for kind in ("prompt", "cached", "sampled"):
-            self._tokens.labels(kind)
         for reason in get_args(ForkReason):
             self._forks.labels(reason)
 
@@ -103,9 +102,9 @@ class Metrics:
 
     def recorded(self, turn: Turn) -> None:
         """A turn was sampled."""
-        self._tokens.labels("prompt").inc(turn.end - len(turn.output))
-        self._tokens.labels("cached").inc(turn.cached_tokens)
-        self._tokens.labels("sampled").inc(len(turn.output))
+        self._prompt_tokens.inc(turn.end - len(turn.output))
+        self._cached_tokens.inc(turn.cached_tokens)
+        self._sampled_tokens.inc(len(turn.output))
         self._engine_seconds.observe(turn.timings.engine)
         self._queue_seconds.observe(turn.timings.total - turn.timings.engine)
 
