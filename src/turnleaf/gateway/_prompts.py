@@ -21,6 +21,8 @@ Result = TypeVar("Result")
 
 LONG_TEXT = 20_000
 """Bytes of messages from which on they are rendered in a thread, not on the event loop."""
+LONG_AT_ONCE = 4
+"""So many long texts are rendered at once; further ones wait for one of them."""
 
 
 @attrs.frozen(eq=False)
@@ -41,7 +43,7 @@ class Prompts:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._one_at_a_time = anyio.Lock()
+        self._threads = anyio.CapacityLimiter(LONG_AT_ONCE)
 
     async def build(
         self,
@@ -88,7 +90,10 @@ class Prompts:
         """Render a text of about `size` bytes, apart from the event loop if it is long."""
         if size < LONG_TEXT:
             return render()
-        async with self._one_at_a_time:
+
+        def render_if_wanted() -> Result:
             if call.stop.is_set():  # nobody waits for it any more
                 raise ended()
-            return await anyio.to_thread.run_sync(render)
+            return render()
+
+        return await anyio.to_thread.run_sync(render_if_wanted, limiter=self._threads)
