@@ -612,6 +612,7 @@ async def test_nothing_is_rendered_for_clients_that_have_left(
         return render(self, messages, *rest, **more)
 
     monkeypatch.setattr(Renderer, "render", slow)
+    monkeypatch.setattr("turnleaf.gateway._prompts.LONG_AT_ONCE", 1)  # the second one waits
     async with running_gateway([{"text": "fine"}] * 2) as stack:
         key = await stack.open()
         async with openai_client(key) as client:

@@ -1,5 +1,6 @@
 """What an agent has asked for: a turn outlives the connection that asked, for a retry to claim."""
 
+import asyncio
 import hashlib
 import time
 
@@ -40,9 +41,9 @@ class Asked:
     refused_at: float | None = attrs.field(init=False, default=None)
     unretried: int = attrs.field(init=False, default=0)
     outcome: Completion | RequestError | None = attrs.field(init=False, default=None)
-    done: anyio.Event = attrs.field(init=False, factory=anyio.Event)
+    done: asyncio.Event = attrs.field(init=False, factory=asyncio.Event)
     events: list[bytes] = attrs.field(init=False, factory=list)
-    changed: anyio.Event = attrs.field(init=False, factory=anyio.Event)
+    changed: asyncio.Event = attrs.field(init=False, factory=asyncio.Event)
     """Is set, and replaced by another one, whenever something happens to the turn."""
 
     def tell(self, event: bytes) -> None:
@@ -98,7 +99,7 @@ class Asked:
     def notify(self) -> None:
         """Wake whoever waits for something to happen to the turn."""
         self.changed.set()
-        self.changed = anyio.Event()
+        self.changed = asyncio.Event()
 
 
 @attrs.define(eq=False)

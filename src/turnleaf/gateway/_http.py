@@ -28,7 +28,12 @@ async def read_body(request: Request, *, limit: int = BODY_LIMIT) -> bytes:
     chunks, size = [], 0
     try:
         with anyio.fail_after(BODY_TIMEOUT):
-            async for chunk in request.stream():
+            more = True
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                chunk, more = message.get("body", b""), message.get("more_body", False)
                 size += len(chunk)
                 if size > limit:
                     raise RequestError(

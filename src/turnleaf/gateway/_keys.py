@@ -1,5 +1,6 @@
 """Keys: what names a rollout at the gateway, and what is recorded under it."""
 
+import asyncio
 import hashlib
 import logging
 import secrets
@@ -51,7 +52,7 @@ class Call:
     answered: bool = False
     stop: anyio.Event = attrs.field(factory=anyio.Event)
     reason: Exclusion = "undelivered"
-    finished: anyio.Event = attrs.field(factory=anyio.Event)
+    finished: asyncio.Event = attrs.field(factory=asyncio.Event)
     scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
 
     def end(self, reason: Exclusion) -> None:
