@@ -39,12 +39,13 @@ STAMP = $(VENV)/.made-under-$(subst $(SPACE),-,$(strip $(basename $(notdir $(CON
 
 export COVERAGE_FILE = $(VENV)/.coverage
 
-.PHONY: help venv test demo try lint test-clients test-openai3 test-slime test-sglang clean
+.PHONY: help venv test demo try lint math-agent clients-venv test-clients test-openai3 test-slime test-sglang clean
 
 help:
 	@echo "make test          run the tests; core must be covered to 95 %"
 	@echo "make demo          watch a small policy learn through the whole path; about a minute"
 	@echo "make try           run one rollout of an example agent and show what would be trained"
+	@echo "make math-agent    rollouts of a strands agent through the slime hooks, and what would be trained"
 	@echo "make lint          ruff, mypy, import-linter"
 	@echo "make test-clients  real agent clients (strands, langgraph, litellm, …) against the gateway"
 	@echo "make test-openai3  the tests that use openai, agent clients included, under openai 3"
@@ -83,8 +84,13 @@ lint: $(STAMP)
 	$(BIN)/python -m mypy --strict src
 	$(BIN)/lint-imports
 
-test-clients:
+clients-venv:
 	$(MAKE) venv VENV=.venv-clients OVERRIDES=constraints/clients.txt PACKAGES='$(CLIENTS)'
+
+math-agent: clients-venv
+	.venv-clients/bin/python -m tests.math_agent
+
+test-clients: clients-venv
 	.venv-clients/bin/python -m pytest tests/test_clients.py docs/clients.md $(PYTEST_ARGS)
 
 test-openai3:

@@ -784,3 +784,14 @@ chat_bodies = _bodies(_chat_request)
 key_bodies = _bodies(_key_request)
 valid_chat = _chat_request
 valid_key = _key_request
+
+
+def sums() -> st.SearchStrategy[str]:
+    """Expressions of whole numbers, which Python reads as the example's calculator does."""
+    numbers = st.integers(0, 10**6).map(str)
+
+    def combined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+        pairs = st.tuples(inner, st.sampled_from("+-*/"), inner).map("".join)
+        return pairs | inner.map("({})".format) | inner.map("-({})".format)
+
+    return st.recursive(numbers, combined, max_leaves=12).filter(lambda text: len(text) <= 200)
