@@ -126,6 +126,18 @@ if slime_host.SLIME_DIR:
         assert (arguments.input_key, arguments.prompt_data) == ("prompt", "/root/run/rows.jsonl")
 
     @pytest.mark.slime
+    def test_slime_logs_the_metrics_of_the_page() -> None:
+        page = (ROOT / "docs" / "training.md").read_text()
+        watched = page.split("\n## What to watch\n")[1].split("\n## ")[0]
+        names = re.findall(r"`((?:rollout|perf|train)/[^`]+)`", watched)
+        sources = [path.read_text() for path in Path(slime_host.SLIME_DIR, "slime").rglob("*.py")]
+        # What is filled in, and the statistic, are not in its text.
+        literals = {re.sub(r"[0-9.]+$|(?<=/)mean$", "", name).partition("/")[2] for name in names}
+        missing = {name for name in literals if not any(name in text for text in sources)}
+        assert len(literals) > 15
+        assert missing == set()
+
+    @pytest.mark.slime
     def test_the_manager_is_a_plain_class() -> None:
         manager = slime_real.rollout_manager_class()
         assert isinstance(manager, type)
