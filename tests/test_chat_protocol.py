@@ -4,15 +4,17 @@ import contextlib
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from tests import strategies
 from turnleaf.gateway.protocols import (
     Choice,
     Completion,
     RequestError,
-    TokenLogprob,
+    TokenLogprobs,
     completion,
     completion_events,
     parse_chat_request,
@@ -182,7 +184,7 @@ REPLY = Completion(
             message={"role": "assistant", "content": "é"},
             finish_reason="length",
             completion_tokens=2,
-            logprobs=[TokenLogprob("é", -0.5), TokenLogprob("\ufffd", -1.0)],
+            logprobs=TokenLogprobs(["é", "\ufffd"], np.array([-0.5, -1.0], dtype=np.float32)),
         ),
     ),
     prompt_tokens=7,
@@ -208,6 +210,16 @@ def test_a_whole_reply() -> None:
     assert body["usage"]["completion_tokens"] == 5
     assert body["usage"]["total_tokens"] == 12
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
+
+
+@given(st.lists(st.tuples(st.text(max_size=3), st.floats(-100, 0, width=32))))
+def test_log_probabilities_are_those_of_the_tokens(tokens: list[tuple[str, float]]) -> None:
+    texts, logprobs = [text for text, _ in tokens], [logprob for _, logprob in tokens]
+    told = json.loads(TokenLogprobs(texts, np.array(logprobs, dtype=np.float32)).to_json())
+    assert [(entry["token"], entry["logprob"]) for entry in told["content"]] == tokens
+    for entry in told["content"]:
+        whole = "\ufffd" not in entry["token"]
+        assert entry["bytes"] == (list(entry["token"].encode()) if whole else None)
 
 
 @pytest.mark.parametrize("include_usage", [True, False])

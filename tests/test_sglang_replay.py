@@ -14,6 +14,7 @@ from turnleaf.gateway.engines import (
     ReplayMissing,
     UntrustedReply,
     WantedExperts,
+    _sglang_replay,
 )
 from turnleaf.gateway.engines._sglang_wire import decode_reply, encode_request, reply_limit
 
@@ -52,6 +53,16 @@ def test_experts_are_asked_for_from_where_they_are_new() -> None:
     assert not sent().keys() & {"return_routed_experts", "routed_experts_start_len"}
     body = sent(experts=WantedExperts(SHAPE, 2))
     assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 2)
+
+
+def test_base64_is_read_slice_by_slice_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"routed_experts": encoded(ROWS.reshape(-1))}
+    whole = read(body_with(**rows), start=0)
+    monkeypatch.setattr(_sglang_replay, "_SLICE", 8)
+    assert np.array_equal(read(body_with(**rows), start=0).routed_experts, whole.routed_experts)
+    two_ends = encoded([1]) + encoded([1])  # each of which is padded
+    with pytest.raises(UntrustedReply, match="padded in its middle"):
+        read(body_with(routed_experts=two_ends), start=0)
 
 
 @pytest.mark.parametrize("form", [list, encoded])

@@ -1,7 +1,7 @@
 """Streamed calls against the scripted engine over HTTP, and against streams that misbehave."""
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from turnleaf.gateway.engines import (
     SGLangEngine,
     UntrustedReply,
     WantedExperts,
+    _connections,
     _continuing,
     _fleet,
     _sglang_stream,
@@ -100,6 +101,19 @@ async def caller(url: str, *, retry_budget: float = 5.0) -> AsyncIterator[Caller
         await sglang.aclose()
 
 
+@asynccontextmanager
+async def under_way(call: Awaitable[EngineReply]) -> AsyncIterator[list[EngineReply]]:
+    """A call beside whatever happens meanwhile; leaving waits for its reply."""
+    replies: list[EngineReply] = []
+
+    async def answer() -> None:
+        replies.append(await call)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(answer)
+        yield replies
+
+
 def streamed(engine: ScriptedEngine) -> list[bool]:
     return [call.tell is not None for call in engine.calls]
 
@@ -146,14 +160,8 @@ def _not_an_array(attribute: Any, _: Any) -> bool:
 async def test_tokens_are_told_as_they_come(scripted_engine: StartEngine) -> None:
     script = [{"ids": [4, 5, 6, 7], "hang": True, "abort_after": 3, "events": [2, 1]}]
     engine, url = await scripted_engine({"*": script}, streaming="incremental")
-    replies: list[EngineReply] = []
-    async with caller(url) as client, anyio.create_task_group() as tasks:
-
-        async def call() -> None:
-            replies.append(await client.ask())
-
-        tasks.start_soon(call)
-        await until(lambda: client.told == [[4, 5], [6]])
+    async with caller(url) as client, under_way(client.ask()) as replies:
+        await until(lambda: client.ids == [4, 5, 6])
         assert replies == []
         engine.abort_all()
     assert (client.ids, replies[0].finish_reason) == ([4, 5, 6], "abort")
@@ -194,7 +202,7 @@ async def test_where_it_is_not_incremental_nothing_is_streamed(
         client.sglang._fleet._ask_at = anyio.current_time()
         await client.ask()
     assert streamed(engine) == [False, False, True]
-    assert client.told == [[5], [6]]
+    assert client.ids == [5, 6]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +242,7 @@ async def test_all_engines_behind_a_router_must_stream(scripted_engine: StartEng
         client.sglang._fleet.forget_streaming()
         for key in "abcdef":
             await client.ask(request_for(routing_key=key))
-            assert client.told == [[5], [6]]
+            assert client.ids == [5, 6]
     assert one.calls
     assert two.calls
 
@@ -329,7 +337,7 @@ async def test_a_cumulative_stream_that_ends_at_once_is_whole(
         await client.ask()
         engine.streaming = "cumulative"
         reply = await client.ask()
-        assert (reply.finish_reason, client.told) == ("stop", [[4], [5, 6]])
+        assert (reply.finish_reason, client.ids) == ("stop", [4, 5, 6])
         await client.ask()
     assert streamed(engine) == [True, True, False]
 
@@ -343,7 +351,7 @@ async def test_before_the_first_token_a_failure_is_tried_again(
     async with caller(url) as client:
         reply = await client.ask()
     assert [call.rid for call in engine.calls] == ["turn.0.0", "turn.0.1"]
-    assert (client.told, streamed(engine)) == ([[8], [9]], [True, True])
+    assert (client.ids, streamed(engine)) == ([8, 9], [True, True])
     assert balance(engine, reply) == ({"unanswered": 2} if "drop" in how else {})
 
 
@@ -357,7 +365,7 @@ async def test_behind_some_tokens_a_broken_stream_goes_on(scripted_engine: Start
     engine, url = await scripted_engine({"*": script}, streaming="incremental")
     async with caller(url) as client:
         reply = await client.turn()
-    assert client.told == [[4], [5, 6], [9], [12]]
+    assert client.ids == [4, 5, 6, 9, 12]
     assert (reply.finish_reason, streamed(engine)) == ("stop", [True] * 3)
     assert [call.input_ids.tolist()[3:] for call in engine.calls] == [
         [],
@@ -381,17 +389,14 @@ async def test_a_router_hands_streams_on_as_they_come_and_as_they_break(
         {"ids": [11]},
     ]
     engine, engine_url = await scripted_engine({"*": script}, streaming="incremental")
-    replies: list[EngineReply] = []
-    async with serve_router([engine_url]) as url, caller(url) as client:
-
-        async def call() -> None:
-            replies.append(await client.turn())
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(call)
-            await until(lambda: client.ids == [4, 5, 7, 8])
-            engine.abort_all()
-    assert client.told == [[4], [5], [7], [8], [11]]
+    async with (
+        serve_router([engine_url]) as url,
+        caller(url) as client,
+        under_way(client.turn()) as replies,
+    ):
+        await until(lambda: client.ids == [4, 5, 7, 8])
+        engine.abort_all()
+    assert client.ids == [4, 5, 7, 8, 11]
     assert balance(engine, replies[0]) == {"unanswered": 1}
 
 
@@ -413,19 +418,12 @@ async def test_an_update_of_weights_in_mid_stream_is_one_turn(
         {"ids": [8, 9]},
     ]
     engine, url = await scripted_engine({"*": script}, streaming="incremental")
-    replies: list[EngineReply] = []
-    async with caller(url) as client:
-
-        async def call() -> None:
-            replies.append(await client.turn())
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(call)
-            await until(lambda: client.ids == [4, 5, 6])
-            engine.pause()
-            await until(lambda: len(engine.ledger) == 1)
-            engine.weight_version = "2"
-            engine.resume()
+    async with caller(url) as client, under_way(client.turn()) as replies:
+        await until(lambda: client.ids == [4, 5, 6])
+        engine.pause()
+        await until(lambda: len(engine.ledger) == 1)
+        engine.weight_version = "2"
+        engine.resume()
     assert client.ids == [4, 5, 6, 8, 9]
     assert replies[0].weight_versions == (WeightSpan("default", 3), WeightSpan("2", 2))
     assert balance(engine, replies[0]) == {}
@@ -437,14 +435,8 @@ async def test_a_call_that_is_stopped_in_mid_stream_hands_back_its_part(
     script = [{"ids": [4, 5, 6, 7], "hang": True}]
     engine, url = await scripted_engine({"*": script}, streaming="incremental")
     stop = anyio.Event()
-    replies: list[EngineReply] = []
     async with caller(url) as client:
-
-        async def call() -> None:
-            replies.append(await client.turn(stop=stop))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(call)
+        async with under_way(client.turn(stop=stop)) as replies:
             await until(lambda: client.ids == [4, 5])
             stop.set()
             stopped = anyio.current_time()
@@ -461,14 +453,8 @@ async def test_a_stop_that_the_engine_does_not_heed_keeps_what_was_told(
     engine, url = await scripted_engine({"*": script}, streaming="incremental")
     engine.abort = lambda rid: None  # type: ignore[method-assign]
     stop = anyio.Event()
-    replies: list[EngineReply] = []
     async with caller(url) as client:
-
-        async def call() -> None:
-            replies.append(await client.turn(stop=stop))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(call)
+        async with under_way(client.turn(stop=stop)) as replies:
             await until(lambda: client.ids == [4, 5])
             stop.set()
         await until(lambda: len(engine.ledger) == 1)
@@ -519,7 +505,7 @@ async def test_a_last_event_that_lies_spoils_the_reply(
     async with caller(url) as client:
         with pytest.raises(UntrustedReply):
             await client.turn()
-    assert (client.ids, len(engine.calls)) == ([4, 5], 1)
+    assert len(engine.calls) == 1
     assert balance(engine, None) == {"miscounted": 3}
 
 
@@ -530,6 +516,25 @@ async def test_a_refusal_in_a_stream_is_not_tried_again(scripted_engine: StartEn
             await client.turn()
         assert "the script has" in refused.value.said
     assert streamed(engine) == [True]
+
+
+async def test_what_comes_in_small_pieces_is_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the first of them, which nobody waits for."""
+    monkeypatch.setattr(_connections, "_SHARE_OF_TIME", 1e9)
+    monkeypatch.setattr(_sglang_stream, "_COLLECT", 0.5)
+    clients: list[Caller] = []
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield event(1, [FIVE])
+        await until(lambda: clients[0].told == [[5]])
+        yield event(2, [SIX])
+        await clients[0].sglang._fleet.engines()  # meanwhile it could have been read
+        yield event(3, [FIVE], "stop") + DONE
+
+    async with streaming(pieces()) as url, caller(url) as client:
+        clients.append(client)
+        reply = await client.ask()
+    assert (client.told, reply.finish_reason) == ([[5], [6, 5]], "stop")
 
 
 @asynccontextmanager
@@ -547,7 +552,9 @@ async def serve(*routes: web.RouteDef) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def streaming(*streams: Sequence[bytes], ends: bool = True) -> AsyncIterator[str]:
+async def streaming(
+    *streams: Iterable[bytes] | AsyncIterator[bytes], ends: bool = True
+) -> AsyncIterator[str]:
     """A server that answers calls with these chunks, one call after the other."""
     left = list(streams)
 
@@ -557,8 +564,13 @@ async def streaming(*streams: Sequence[bytes], ends: bool = True) -> AsyncIterat
     async def generate(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        for chunk in left.pop(0):
-            await response.write(chunk)
+        stream = left.pop(0)
+        if isinstance(stream, Iterable):
+            for chunk in stream:
+                await response.write(chunk)
+        else:
+            async for chunk in stream:
+                await response.write(chunk)
         if not ends:
             await anyio.sleep_forever()
         return response

@@ -4,9 +4,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import attrs
 from anyio.abc import TaskGroup
 from starlette.applications import Starlette
@@ -205,11 +207,11 @@ class ChatCompletions:
                 return await self._turns.sample(record, prepared, call)
             stream = EventStream(prepared.id, chat.model, chat.include_usage)
 
-            def tell(index: int, delta: dict[str, Any]) -> None:
-                asked.tell(stream.delta(index, delta))
+            def tell(index: int, message: dict[str, Any]) -> None:
+                asked.tell(stream.more(index, message))
 
             reply = await self._turns.sample(record, prepared, call, tell)
-            asked.tell(stream.end(reply))
+            asked.tell(await _encoded(reply, stream.end))
             return reply
         except RequestError as error:
             refusal = attrs.evolve(error)  # whose traceback does not hold on to the request
@@ -265,13 +267,17 @@ class _Sending:
     async def complete(self, reply: Completion, asked: Asked) -> None:
         """Send what the client has not been sent yet."""
         if not self.streams:
-            await self._whole(200, completion(reply), {})
+            await self._whole(200, await _encoded(reply, completion), {})
             return
-        # A turn that was over before this client came has no events any more.
-        whole = not asked.events
-        events = completion_events(reply, include_usage=self._chat.include_usage) if whole else b""
+        if asked.events:
+            events = self._next_events(asked)
+        else:
+            # The turn was over before this client came.
+            events = await _encoded(
+                reply, partial(completion_events, include_usage=self._chat.include_usage)
+            )
         await self._start_stream()
-        await self._last_body(events or self._next_events(asked))
+        await self._last_body(events)
 
     def _next_events(self, asked: Asked) -> bytes:
         events = b"".join(asked.events[self._passed_on :])
@@ -316,6 +322,11 @@ class _Sending:
 
     async def _body(self, body: bytes, *, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _encoded(reply: Completion, encode: Callable[[Completion], bytes]) -> bytes:
+    """The reply in bytes, which the event loop does not wait for where that takes long."""
+    return await anyio.to_thread.run_sync(encode, reply) if reply.long else encode(reply)
 
 
 def _is_trained(request: Request) -> bool:

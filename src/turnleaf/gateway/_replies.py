@@ -13,7 +13,7 @@ from turnleaf.gateway.rendering import ContentDelta, Delta, OutputReader, Parsed
 __all__ = ["Tell", "Telling", "message_of"]
 
 Tell = Callable[[int, dict[str, Any]], None]
-"""Is given a choice's index and what comes next in its message, as the protocol's `delta`."""
+"""Is given a choice's index and what comes next in its message, as a message of that alone."""
 
 PASS_ON_EVERY = 0.1
 """Seconds between two times that tokens are read and passed on: nobody reads faster."""
@@ -68,17 +68,16 @@ class Telling:
 
     def _pass_on(self, deltas: Iterable[Delta]) -> None:
         for delta in deltas:
-            self._tell(self._index, self._fields(delta))
+            self._tell(self._index, self._message(delta))
 
-    def _fields(self, delta: Delta) -> dict[str, Any]:
+    def _message(self, delta: Delta) -> dict[str, Any]:
         if isinstance(delta, ReasoningDelta):
             return {"reasoning_content": delta.text}
         if isinstance(delta, ContentDelta):
             return {"content": delta.text}
         position = self._calls
         self._calls += 1
-        call = _call(self._turn_id, position, delta.name, delta.arguments)
-        return {"tool_calls": [{"index": position, **call}]}
+        return {"tool_calls": [_call(self._turn_id, position, delta.name, delta.arguments)]}
 
 
 def _call(turn_id: str, position: int, name: str, arguments: str) -> dict[str, Any]:

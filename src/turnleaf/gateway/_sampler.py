@@ -4,6 +4,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -61,6 +62,11 @@ class Prepared:
         """What the agent is told of it."""
         return self.turn_ids[0]
 
+    @cached_property
+    def digest(self) -> bytes:
+        """Of the prompt's ids."""
+        return hashlib.blake2b(self.prompt.ids.tobytes(), digest_size=16).digest()
+
 
 class Sampler:
     """Calls the engine and makes a turn of its reply.
@@ -79,9 +85,8 @@ class Sampler:
         seed = sampling.get("sampling_seed")
         if seed is not None:
             # Equal prompts and equal seeds would be equal replies.
-            digest = hashlib.blake2b(prepared.prompt.ids.tobytes(), digest_size=16).digest()
-            sampling["sampling_seed"] = seed + record.sampled_from[digest]
-            record.sampled_from[digest] += 1
+            sampling["sampling_seed"] = seed + record.sampled_from[prepared.digest]
+            record.sampled_from[prepared.digest] += 1
         stop = sampling.pop("stop", None) or []  # None, as absent, is none
         stop = [*([stop] if isinstance(stop, str) else stop), *prepared.request.stop]
         if stop:

@@ -22,7 +22,7 @@ from turnleaf.gateway.protocols import (
     Completion,
     ConstraintPolicy,
     RequestError,
-    TokenLogprob,
+    TokenLogprobs,
     not_supported,
 )
 from turnleaf.gateway.rendering import Renderer, RenderError
@@ -257,15 +257,10 @@ class Turns:
             message=message_of(parsed, prepared.turn_ids[at]),
             finish_reason=finish_reason,
             completion_tokens=len(reply.output),
-            logprobs=self._token_logprobs(reply) if request.logprobs else None,
+            logprobs=TokenLogprobs(self._renderer.token_texts(reply.output), reply.logprobs)
+            if request.logprobs
+            else None,
         )
-
-    def _token_logprobs(self, reply: EngineReply) -> list[TokenLogprob]:
-        texts = self._renderer.token_texts(reply.output)
-        return [
-            TokenLogprob(text, logprob)
-            for text, logprob in zip(texts, reply.logprobs.tolist(), strict=True)
-        ]
 
     def _warn_of_ignored(
         self, record: Record, request: ChatRequest, constraint: Mapping[str, Any] | None

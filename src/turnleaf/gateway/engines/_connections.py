@@ -1,11 +1,13 @@
 """HTTP towards engines and routers: connections that notice a lost host, and sizes with a limit."""
 
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import anyio
 import attrs
 
 from turnleaf.gateway.engines._base import UntrustedReply
@@ -16,6 +18,9 @@ _CONNECT_TIMEOUT = 10.0  # seconds
 # SGLang's server closes a connection that was idle for 5 s; a call sent into that moment is lost.
 _KEEP_IDLE = 4.0
 _MAX_CONTROL_REPLY = 2**20
+_MUCH = 2**14  # bytes; behind so many, more is read at once, lest its sender has to wait
+_SHARE_OF_TIME = 0.05  # of the time that a body takes
+_SHORTEST_PAUSE = 0.002  # seconds
 
 BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
 """What is raised when an exchange does not come to its end."""
@@ -98,16 +103,41 @@ async def read_whole(response: aiohttp.ClientResponse, *, limit: int) -> Respons
 
 
 async def read_body(
-    response: aiohttp.ClientResponse, take: Callable[[bytes], None], *, limit: int
+    response: aiohttp.ClientResponse,
+    take: Callable[[bytes], None],
+    *,
+    limit: int,
+    collect: float = 0.0,
 ) -> None:
     """Hand over the body as it arrives; raises UntrustedReply when it has more than `limit`
-    bytes."""
+    bytes.
+
+    collect: seconds for which what arrives in small pieces is left to the kernel, at most, between
+    two times that it is read. It is less for a body that has only begun, so that its end is never
+    noticed much later than it might have been.
+    """
     received = 0
+    began = time.monotonic()
     async for chunk in response.content.iter_any():
         received += len(chunk)
         if received > limit:
             raise UntrustedReply(f"{response.url.origin()} sent a reply of more than {limit} bytes")
         take(chunk)
+        pause = min(collect, _SHARE_OF_TIME * (time.monotonic() - began))
+        if pause > _SHORTEST_PAUSE and len(chunk) < _MUCH:
+            await _leave(response, pause)
+
+
+async def _leave(response: aiohttp.ClientResponse, pause: float) -> None:
+    """Read nothing for a while, unless all is there."""
+    transport = None if response.connection is None else response.connection.transport
+    if transport is None:
+        return
+    # Each piece that is read wakes the event loop, which costs more than all that is done with it.
+    transport.pause_reading()
+    await anyio.sleep(pause)
+    if not transport.is_closing():
+        transport.resume_reading()
 
 
 def describe(error: BaseException | None) -> str:

@@ -3,10 +3,12 @@
 import logging
 import math
 import random
+from functools import partial
 from http import HTTPStatus
 from urllib.parse import quote, urlsplit, urlunsplit
 
 import anyio
+import anyio.to_thread
 
 from turnleaf.core import EngineError, SettingsError
 from turnleaf.gateway.engines._base import (
@@ -42,6 +44,7 @@ _CONTROL_TIMEOUT = 5.0  # seconds, for a whole health check
 _STOP_GRACE = 0.5  # seconds from a stop until the connection is closed
 _CANCEL_GRACE = 1.0  # seconds that a cancelled call may spend on its abort
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 5.0  # seconds
+_LONG = 2**20  # bytes of a reply that takes more than some milliseconds to read: replay data
 _PASSING = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
 
 
@@ -176,7 +179,7 @@ class SGLangEngine:
             with anyio.move_on_after(_CANCEL_GRACE, shield=True):
                 await self._fleet.abort(rid)
             raise
-        reply = self._outcome(request, stop, stream, response, failure)
+        reply = await self._outcome(request, stop, stream, response, failure)
         if stream is None and on_tokens is not None and len(reply.output):
             on_tokens(reply.output)
         return reply
@@ -201,7 +204,7 @@ class SGLangEngine:
             await stream.read(response)
             return None
 
-    def _outcome(
+    async def _outcome(
         self,
         request: EngineRequest,
         stop: anyio.Event,
@@ -230,12 +233,14 @@ class SGLangEngine:
             raise _PassingFailureError(why) from failure
         if response.status != HTTPStatus.OK:
             raise self._failure(response.status, error_text(response.body))
-        return decode_reply(
+        decode = partial(
+            decode_reply,
             response.body,
             prompt_length=len(request.input_ids),
             experts=request.experts,
             top_p=wants_top_p_ids(request.sampling),
         )
+        return await anyio.to_thread.run_sync(decode) if len(response.body) > _LONG else decode()
 
     def _failure(self, status: int, said: str) -> Exception:
         if status in _PASSING or status >= HTTPStatus.INTERNAL_SERVER_ERROR:

@@ -36,6 +36,8 @@ from turnleaf.gateway.engines._sglang_wire import (
 __all__ = ["ReplyStream", "StreamError"]
 
 _MAX_EVENT = 32 * 2**20  # bytes; a cumulative one of 100,000 tokens takes about 6 MB
+_NOTHING_TO_US = (b"", b"event", b"id", b"retry")  # empty lines, comments, the protocol's own
+_COLLECT = 0.1  # seconds; the cost of a token follows how many are read at once
 _TRAILER_TIME = 0.2  # seconds for what follows the reply, so that its connection can be used again
 
 
@@ -50,7 +52,7 @@ class StreamError(Exception):
 
 @attrs.define(eq=False)
 class ReplyStream:
-    """Joins a stream's events into one reply, and tells the new ids of each.
+    """Joins a stream's events into one reply, and tells the new ids of what arrives together.
 
     tell: gets int32[n], n > 0, of ids whose log-probabilities and counts fit.
 
@@ -65,6 +67,8 @@ class ReplyStream:
     sampled: int = attrs.field(init=False, default=0)
     _broken: bool = attrs.field(init=False, default=False)
     _cumulative: bool = attrs.field(init=False, default=False)
+    _unread: list[Any] = attrs.field(init=False, factory=list)
+    """Log-probability entries of the last `sampled` tokens, which are still to be checked."""
     _outputs: list[TokenIds] = attrs.field(init=False, factory=list)
     _logprobs: list[Logprobs] = attrs.field(init=False, factory=list)
     _spans: list[dict[str, Any]] = attrs.field(init=False, factory=list)
@@ -93,19 +97,23 @@ class ReplyStream:
                 if self._over and math.isinf(reading.deadline):
                     reading.deadline = anyio.current_time() + _TRAILER_TIME
 
-            await read_body(response, take, limit=reply_limit(self._request))
+            await read_body(response, take, limit=reply_limit(self._request), collect=_COLLECT)
 
     def feed(self, chunk: bytes) -> None:
         """Take what arrived, unless all is there that matters; see `read`."""
         if self._over:
             return
         *lines, rest = chunk.split(b"\n")
-        for line in lines:
-            self._line += line
-            self._take_line(bytes(self._line).strip())
+        if lines:
+            lines[0] = bytes(self._line + lines[0])
             self._line.clear()
+        for line in lines:
+            self._take_line(line.strip())
             if self._over:
-                return
+                break
+        self._read_on()
+        if self._over:
+            return
         self._line += rest
         if len(self._line) > _MAX_EVENT:
             raise untrusted(f"an event of its stream has more than {_MAX_EVENT} bytes")
@@ -128,10 +136,8 @@ class ReplyStream:
         )
 
     def _take_line(self, line: bytes) -> None:
-        if not line or line.startswith(b":"):
-            return
         name, _, data = line.partition(b":")
-        if name in (b"event", b"id", b"retry"):  # of the protocol, and nothing to us
+        if name in _NOTHING_TO_US:
             return
         if name != b"data":
             raise untrusted("its stream has a line that is no event")
@@ -151,20 +157,30 @@ class ReplyStream:
         if not isinstance(finish, dict | None):
             raise untrusted(f"finish_reason is {shown(finish)}")
         aborted = finish is not None and finish.get("type") == "abort"
-        ids, logprobs = self._new(meta, aborted=aborted)
-        if len(ids):
+        new = self._new(meta, aborted=aborted)
+        if new:
             check_prompt(meta, len(self._request.input_ids))
-            self._outputs.append(ids)
-            self._logprobs.append(logprobs)
-            self._note_weights(weight_version(meta), self.sampled + len(ids))
-            self.sampled += len(ids)
+            self._note_weights(weight_version(meta), self.sampled + len(new))
+            self._unread += new
+            self.sampled += len(new)
         self._meta = meta
-        if len(ids):
-            self._tell(ids)
-        status = finish.get("status_code") if finish is not None and aborted else None
+        if finish is None:
+            return
+        self._read_on()
+        status = finish.get("status_code") if aborted else None
         if type(status) is int and status >= 400 and not self.sampled:
             raise StreamError(status, one_line(finish))
         self._finish = finish
+
+    def _read_on(self) -> None:
+        """Read and tell what is unread."""
+        if self._unread:
+            first = self.sampled - len(self._unread)
+            ids, logprobs = read_entries(self._unread, first=first)
+            self._unread = []
+            self._outputs.append(ids)
+            self._logprobs.append(logprobs)
+            self._tell(ids)
 
     def _note_weights(self, version: Any, end: int) -> None:
         if self._spans and self._spans[-1]["version"] == version:
@@ -172,15 +188,15 @@ class ReplyStream:
         else:
             self._spans.append({"version": version, "start": self.sampled, "end": end})
 
-    def _new(self, meta: dict[str, Any], *, aborted: bool) -> tuple[TokenIds, Logprobs]:
-        """What the event has beyond those before."""
+    def _new(self, meta: dict[str, Any], *, aborted: bool) -> list[Any]:
+        """The entries that the event has beyond those before."""
         entries, total = meta.get("output_token_logprobs"), meta.get("completion_tokens")
         if aborted and entries is None and total in (None, 0, self.sampled):
-            entries, total = [], self.sampled
+            return []
         if not isinstance(entries, list):
             raise untrusted(f"output_token_logprobs is {shown(entries)}, not a list")
         if type(total) is int and total == self.sampled + len(entries):
-            return read_entries(entries, first=self.sampled)
+            return entries
         if type(total) is not int or not self.sampled <= total == len(entries):
             raise untrusted(
                 f"completion_tokens is {shown(total)}, but there are {len(entries)} "
@@ -189,10 +205,11 @@ class ReplyStream:
         if not (aborted or self._cumulative):
             self._cumulative = True
             self._on_cumulative()
-        ids, logprobs = read_entries(entries)
+        self._read_on()
+        ids, _ = read_entries(entries)
         if not np.array_equal(ids[: self.sampled], _joined(self._outputs, np.int32)):
             raise untrusted("an event of its stream contradicts the ones before")
-        return ids[self.sampled :], logprobs[self.sampled :]
+        return entries[self.sampled :]
 
     def _fail(self, error: Any) -> None:
         if self.sampled:

@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _UNNAMED_WEIGHTS = "default"  # SGLang's own name for weights that nobody named
+_LOWEST = float(np.finfo(np.float32).min)
 _ROUNDING = 1e-3  # how far above 0 a log-softmax in float32 or bfloat16 may land
 _MAX_REPLY = 256 * 2**20  # bytes; 100,000 tokens with their log-probabilities take about 5 MB
 _EXPERT_BYTES = 6  # of one number: int32 in base64, rounded up
@@ -213,20 +214,25 @@ def read_entries(entries: list[Any], *, first: int = 0) -> tuple[TokenIds, Logpr
 
     first: the output position of the first of them. Raises UntrustedReply for one that is none.
     """
-    for position, entry in enumerate(entries, start=first):
-        problem = _entry_problem(entry)
-        if problem is not None:
-            raise untrusted(f"output_token_logprobs[{position}] {problem}")
-    ids = np.array([entry[1] for entry in entries], dtype=np.int32)
-    with np.errstate(over="ignore"):
-        logprobs = np.array([entry[0] for entry in entries], dtype=np.float64).astype(np.float32)
-    wrong = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > _ROUNDING))
-    if len(wrong):
+    # Column by column: a reply has thousands of them.
+    lists = set(map(type, entries)) <= {list} and min(map(len, entries), default=2) >= 2
+    ids = [entry[1] for entry in entries] if lists else []
+    logprobs = [entry[0] for entry in entries] if lists else []
+    if not (
+        lists
+        and set(map(type, ids)) <= {int}
+        and set(map(type, logprobs)) <= {float, int}
+        and 0 <= min(ids, default=0) <= max(ids, default=0) <= MAX_ID
+        and _LOWEST <= min(logprobs, default=0) <= max(logprobs, default=0) <= _ROUNDING
+    ):
         raise untrusted(
-            f"output_token_logprobs[{first + wrong[0]}] has the log-probability "
-            f"{entries[wrong[0]][0]!r}"
+            next(
+                f"output_token_logprobs[{position}] {problem}"
+                for position, entry in enumerate(entries, start=first)
+                if (problem := _entry_problem(entry)) is not None
+            )
         )
-    return ids, logprobs
+    return np.array(ids, dtype=np.int32), np.array(logprobs, dtype=np.float32)
 
 
 def _entry_problem(entry: Any) -> str | None:
@@ -237,6 +243,8 @@ def _entry_problem(entry: Any) -> str | None:
         return f"has the log-probability {shown(logprob)}"
     if type(token_id) is not int or not 0 <= token_id <= MAX_ID:
         return f"has the id {shown(token_id)}"
+    if not _LOWEST <= logprob <= _ROUNDING:
+        return f"has the log-probability {logprob!r}"
     return None
 
 

@@ -1,41 +1,59 @@
 """OpenAI chat completions, as replies: whole bodies and event streams."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import orjson
 
+from turnleaf.core import Logprobs
 from turnleaf.gateway.protocols._errors import RequestError
 
 __all__ = [
     "Choice",
     "Completion",
     "EventStream",
-    "TokenLogprob",
+    "TokenLogprobs",
     "completion",
     "completion_events",
     "error_event",
 ]
 
+_LONG = 10_000
+"""Log-probabilities in a reply from which on it takes some milliseconds to encode."""
 
-@attrs.frozen
-class TokenLogprob:
-    """A sampled token. token: its text; U-FFFD where it is no whole character of its own."""
 
-    token: str
-    logprob: float
+@attrs.frozen(eq=False)
+class TokenLogprobs:
+    """Every sampled token of a reply.
 
-    def to_mapping(self) -> dict[str, Any]:
-        """The protocol's entry of `logprobs.content`."""
-        whole = "\N{REPLACEMENT CHARACTER}" not in self.token
-        return {
-            "token": self.token,
-            "logprob": self.logprob,
-            "bytes": list(self.token.encode()) if whole else None,
-            "top_logprobs": [],
-        }
+    texts: of each; U-FFFD where it is no whole character of its own. logprobs: float32[n].
+    """
+
+    texts: Sequence[str]
+    logprobs: Logprobs
+
+    def to_json(self) -> bytes:
+        """The protocol's `logprobs`. What it costs follows the texts that differ, not the tokens,
+        as far as it can: a request may ask for a hundred thousand of them."""
+        around = {text: _around_logprob(text) for text in set(self.texts)}
+        numbers = orjson.dumps(self.logprobs.tolist())[1:-1].split(b",") if self.texts else []
+        entries = [
+            number.join(around[text]) for text, number in zip(self.texts, numbers, strict=True)
+        ]
+        return b'{"content":[' + b",".join(entries) + b'],"refusal":null}'
+
+
+def _around_logprob(text: str) -> tuple[bytes, bytes]:
+    """What stands before and behind the log-probability in the entry of a token."""
+    whole = "\N{REPLACEMENT CHARACTER}" not in text
+    of_text = list(text.encode()) if whole else None
+    return (
+        b'{"token":' + orjson.dumps(text) + b',"logprob":',
+        b',"bytes":' + orjson.dumps(of_text) + b',"top_logprobs":[]}',
+    )
 
 
 @attrs.frozen(eq=False)
@@ -51,13 +69,11 @@ class Choice:
     message: dict[str, Any]
     finish_reason: str
     completion_tokens: int
-    logprobs: Sequence[TokenLogprob] | None = None
+    logprobs: TokenLogprobs | None = None
 
-    def told_logprobs(self) -> dict[str, Any] | None:
+    def told_logprobs(self) -> orjson.Fragment | None:
         """The protocol's `logprobs`."""
-        if self.logprobs is None:
-            return None
-        return {"content": [entry.to_mapping() for entry in self.logprobs], "refusal": None}
+        return None if self.logprobs is None else orjson.Fragment(self.logprobs.to_json())
 
 
 @attrs.frozen(eq=False)
@@ -71,6 +87,14 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int
     created: int = attrs.field(factory=lambda: int(time.time()))
+
+    @property
+    def long(self) -> bool:
+        """It takes so long to encode that it is not to be done in the event loop."""
+        told = sum(
+            choice.completion_tokens for choice in self.choices if choice.logprobs is not None
+        )
+        return told > _LONG
 
     @property
     def turn_ids(self) -> tuple[str, ...]:
@@ -122,10 +146,21 @@ class EventStream:
     _include_usage: bool
     _created: int = attrs.field(init=False, factory=lambda: int(time.time()))
     _begun: set[int] = attrs.field(init=False, factory=set)
+    _calls: Counter[int] = attrs.field(init=False, factory=Counter)
+    """How many calls of each choice were told."""
 
-    def delta(self, index: int, fields: dict[str, Any]) -> bytes:
-        """What comes next in the message of a choice."""
-        return self._begin(index) + self._choice(index, fields)
+    def more(self, index: int, message: dict[str, Any]) -> bytes:
+        """What comes next in the message of a choice, in the shape of a message."""
+        deltas = [
+            {name: message[name]} for name in ("reasoning_content", "content") if message.get(name)
+        ]
+        calls = message.get("tool_calls", ())
+        deltas += [
+            {"tool_calls": [{"index": position, **call}]}
+            for position, call in enumerate(calls, self._calls[index])
+        ]
+        self._calls[index] += len(calls)
+        return self._begin(index) + b"".join(self._choice(index, delta) for delta in deltas)
 
     def end(self, reply: Completion) -> bytes:
         """What follows when every message was told whole, `[DONE]` included."""
@@ -167,20 +202,8 @@ class EventStream:
 def completion_events(reply: Completion, *, include_usage: bool) -> bytes:
     """The server-sent events of a reply that is already whole, `[DONE]` included."""
     stream = EventStream(reply.id, reply.model, include_usage)
-    deltas = (
-        stream.delta(index, fields)
-        for index, choice in enumerate(reply.choices)
-        for fields in _deltas(choice.message)
-    )
-    return b"".join([*deltas, stream.end(reply)])
-
-
-def _deltas(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for name in ("reasoning_content", "content"):
-        if message.get(name):
-            yield {name: message[name]}
-    for position, call in enumerate(message.get("tool_calls", ())):
-        yield {"tool_calls": [{"index": position, **call}]}
+    messages = (stream.more(index, choice.message) for index, choice in enumerate(reply.choices))
+    return b"".join([*messages, stream.end(reply)])
 
 
 def error_event(error: RequestError) -> bytes:

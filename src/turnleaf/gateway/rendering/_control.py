@@ -59,6 +59,9 @@ class ControlledTokenizer:
         self._ends = frozenset(token[at:] for token in self._ids for at in range(1, len(token)))
         self._edge_signs = frozenset(sign for token in self._ids for sign in (token[0], token[-1]))
         self._longest = max(map(len, self._ids), default=0)
+        # Of tokens that were read before: at most the vocabulary.
+        self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
         self.control_ids = frozenset(added)
         self.decodes_bytes = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._prove()
@@ -83,11 +86,26 @@ class ControlledTokenizer:
 
     def bytes_of(self, id_: int) -> bytes:
         """The bytes of one token, if `decodes_bytes`; their text is decoded from all together."""
-        token = self._backend.id_to_token(id_) or ""
-        try:
-            return bytes(_BYTES[sign] for sign in token)
-        except KeyError:
-            return token.encode()
+        known = self._bytes.get(id_)
+        if known is None:
+            token = self._backend.id_to_token(id_)
+            if token is None:
+                return b""
+            try:
+                known = bytes(_BYTES[sign] for sign in token)
+            except KeyError:
+                known = token.encode()
+            self._bytes[id_] = known
+        return known
+
+    def text_of(self, id_: int) -> str:
+        """The text of one token on its own."""
+        known = self._texts.get(id_)
+        if known is None:
+            known = self.decode([id_])
+            if known:  # not so for ids that there are none of
+                self._texts[id_] = known
+        return known
 
     def pieces(self, ids: list[int]) -> list[Piece]:
         """The same text, cut at control tokens."""

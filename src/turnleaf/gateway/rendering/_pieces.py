@@ -46,7 +46,7 @@ class PieceReader:
                 continue
             yield Piece(self._bytes.decode(b"", final=True), False)
             for id_ in run:
-                yield Piece(tokenizer.decode([id_]), True)
+                yield Piece(tokenizer.text_of(id_), True)
 
     def _certain(self, piece: Piece) -> Iterator[Piece]:
         if self._stopped or not piece.text:

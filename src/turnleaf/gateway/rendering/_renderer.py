@@ -198,7 +198,7 @@ class Renderer:
 
     def token_texts(self, ids: TokenIds) -> list[str]:
         """The text of each token; U-FFFD where it is no whole character of its own."""
-        return [self._tokenizer.decode([id_]) for id_ in ids.tolist()]
+        return [self._tokenizer.text_of(id_) for id_ in ids.tolist()]
 
     def decode(self, ids: TokenIds) -> str:
         """The text of tokens, control tokens included."""

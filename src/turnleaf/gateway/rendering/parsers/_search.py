@@ -1,6 +1,5 @@
 """Looking for marks in a text that comes piece by piece, at a cost that follows the text alone."""
 
-import re
 from collections.abc import Iterable, Sequence
 
 __all__ = ["Beginning", "Search"]
@@ -9,67 +8,54 @@ __all__ = ["Beginning", "Search"]
 class Search:
     """Looks for the mark that ends first.
 
-    It never goes back in the text: per mark it keeps how much of it the text ends with
-    (Knuth, Morris and Pratt).
+    What was read is looked at again only where a mark may have begun there: for each mark, the
+    place where it may have begun only ever moves forward.
     """
 
     def __init__(self, marks: Iterable[str]) -> None:
         self._marks = [mark for mark in marks if mark]
-        self._fallbacks = [_fallbacks(mark) for mark in self._marks]
-        # (?!) never matches: there may be no marks.
-        self._first = re.compile("|".join(re.escape(mark[0]) for mark in self._marks) or "(?!)")
         self.restart()
 
     @property
     def held(self) -> int:
         """How many of the last characters are a mark, or may be the beginning of one."""
-        return max(self._matched, default=0)
+        return len(self._tail)
 
     def restart(self) -> None:
         """Look for the next mark, of which nothing was read yet."""
+        self._tail = ""
         self._matched = [0] * len(self._marks)
 
     def feed(self, text: str, start: int = 0) -> tuple[int, str | None]:
-        """Read on with `text[start:]`.
+        """Read on with `text[start:]`. After a mark was found, only behind `restart`.
 
         Returns where reading stopped, and the mark that ends there: None at the end of the text.
         """
-        at = start
-        while at < len(text):
-            if not self.held:
-                first = self._first.search(text, at)
-                if first is None:
-                    break
-                at = first.start()
-            for index, mark in enumerate(self._marks):
-                self._matched[index] = self._next(index, text[at])
-                if self._matched[index] == len(mark):
-                    self._read_on(index + 1, text[at])
-                    return at + 1, mark
-            at += 1
-        return len(text), None
-
-    def _read_on(self, start: int, sign: str) -> None:
-        """The marks behind the one that was found read its last character, too."""
-        for index in range(start, len(self._marks)):
-            self._matched[index] = self._next(index, sign)
-
-    def _next(self, index: int, sign: str) -> int:
-        mark, matched = self._marks[index], self._matched[index]
-        while matched and mark[matched] != sign:
-            matched = self._fallbacks[index][matched - 1]
-        return matched + (mark[matched] == sign)
+        known = len(self._tail)
+        read = self._tail + text[start:]
+        found, end = None, len(read)
+        for mark, matched in zip(self._marks, self._matched, strict=True):
+            # Of marks that end at one place, the first one is told.
+            at = read.find(mark, known - matched, end if found is None else end - 1)
+            if at >= 0:
+                found, end = mark, at + len(mark)
+        read = read[:end]
+        self._matched = [
+            _matched(mark, read, known - matched)
+            for mark, matched in zip(self._marks, self._matched, strict=True)
+        ]
+        self._tail = read[len(read) - max(self._matched, default=0) :]
+        return start + end - known, found
 
 
-def _fallbacks(mark: str) -> list[int]:
-    """For each beginning of the mark the longest shorter one that it ends with."""
-    fallbacks = [0]
-    for sign in mark[1:]:
-        matched = fallbacks[-1]
-        while matched and mark[matched] != sign:
-            matched = fallbacks[matched - 1]
-        fallbacks.append(matched + (mark[matched] == sign))
-    return fallbacks
+def _matched(mark: str, read: str, start: int) -> int:
+    """How long the longest beginning of the mark is that the text ends with, from `start` on."""
+    at = max(start, len(read) - len(mark))
+    while (at := read.find(mark[0], at)) >= 0:
+        if mark.startswith(read[at:]):
+            return len(read) - at
+        at += 1
+    return 0
 
 
 class Beginning:
