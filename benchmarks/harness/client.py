@@ -1,0 +1,115 @@
+"""`python client.py`: agents that call a calculator, many at once; what every gateway is measured by.
+
+Configuration, one line of JSON on stdin: `agents` (a list of `[base_url, api_key]`), `turns` (of
+each session), `words` (of each tool result), `first_words` (of the user's message), `tokens` (that
+each reply must have), `calls` (whether each reply must be a tool call), `stream`, and `stagger`
+(seconds over which the sessions begin). All sessions run at once. Prints one line of JSON:
+`{"seconds": [[of each turn, …] of each agent, …], "failures": [message, …]}`; a session that fails
+has no turns.
+"""
+
+import asyncio
+import json
+import random
+import sys
+import time
+
+import aiohttp
+import orjson
+import uvloop
+
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Computes an arithmetic expression and explains the result.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "expression": {"type": "string", "description": "What to compute."},
+                "digits": {"type": "integer", "description": "Digits behind the point."},
+            },
+            "required": ["expression"],
+        },
+    },
+}
+SYSTEM = "You are careful with numbers. Use the calculator for every step, and say what you found."
+WORDS = (
+    "the a this that each every first second third next last sum product difference quotient "
+    "number value digit result step line column row table total part whole half quarter answer "
+    "is was gives makes equals becomes follows remains holds adds takes leaves divides rounds to "
+    "of in from with by for over under between before after again once twice then therefore "
+    "because while until where large small exact known given remaining positive negative zero"
+).split()
+
+
+def prose(drawn, words):
+    """So many words in sentences."""
+    chosen = drawn.choices(WORDS, k=words)
+    ends = [drawn.choice([" "] * 10 + [", ", ". "]) for _ in chosen]
+    return "".join(word + end for word, end in zip(chosen, ends, strict=True)).strip()
+
+
+async def session(http, config, number):
+    """One agent; the seconds that each of its turns took."""
+    drawn = random.Random(number)
+    base_url, api_key = config["agents"][number]
+    await asyncio.sleep(config["stagger"] * number / len(config["agents"]))
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": prose(drawn, config["first_words"])},
+    ]
+    request = {"model": "model", "messages": messages, "tools": [CALCULATOR]}
+    if config["stream"]:
+        request |= {"stream": True, "stream_options": {"include_usage": True}}
+    seconds = []
+    for _ in range(config["turns"]):
+        body = orjson.dumps(request)
+        began = time.perf_counter()
+        async with http.post(
+            f"{base_url}/chat/completions",
+            data=body,
+            headers={"authorization": f"Bearer {api_key}", "content-type": "application/json"},
+        ) as response:
+            said = await response.read()
+        seconds.append(time.perf_counter() - began)
+        if response.status != 200:
+            raise RuntimeError(f"status {response.status}: {said[:300].decode(errors='replace')}")
+        if config["stream"]:
+            check_stream(said, config)
+            continue
+        reply = orjson.loads(said)
+        (choice,) = reply["choices"]
+        message, sampled = choice["message"], reply["usage"]["completion_tokens"]
+        calls = message.get("tool_calls") or []
+        if sampled != config["tokens"] or len(calls) != config["calls"]:
+            raise RuntimeError(f"a reply of {sampled} tokens with {len(calls)} tool calls: {said}")
+        messages.append(message)
+        for call in calls:
+            content = prose(drawn, config["words"])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+    return seconds
+
+
+def check_stream(said, config):
+    events = [line[6:] for line in said.split(b"\n") if line.startswith(b"data: ")]
+    if events[-1] != b"[DONE]":
+        raise RuntimeError(f"a stream that ends with {events[-1]}")
+    sampled = orjson.loads(events[-2])["usage"]["completion_tokens"]
+    if sampled != config["tokens"]:
+        raise RuntimeError(f"a stream of {sampled} tokens")
+
+
+async def main(config):
+    timeout = aiohttp.ClientTimeout(total=600)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+        sessions = (session(http, config, number) for number in range(len(config["agents"])))
+        outcomes = await asyncio.gather(*sessions, return_exceptions=True)
+    failures = [repr(outcome) for outcome in outcomes if isinstance(outcome, BaseException)]
+    seconds = [outcome if isinstance(outcome, list) else [] for outcome in outcomes]
+    print(json.dumps({"seconds": seconds, "failures": failures}), flush=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(main(json.loads(sys.stdin.readline())))
