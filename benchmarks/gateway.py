@@ -8,9 +8,10 @@
 import argparse
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import anyio
-from harness import gateways, table
+from harness import gateways, profiles, table
 from harness.gateways import Start
 from harness.report import Bar
 
@@ -30,7 +31,13 @@ async def short(_: argparse.Namespace) -> list[Bar]:
     return [bar]
 
 
-PARTS = {"dialogues": dialogues}
+async def profile(options: argparse.Namespace) -> list[Bar]:
+    async for lines in profiles.profiles(options.keep):
+        say([*lines, ""])
+    return []
+
+
+PARTS = {"dialogues": dialogues, "profile": profile}
 
 
 def say(lines: Iterable[str]) -> None:
@@ -44,6 +51,9 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=3, help="of each dialogue; the best counts")
     parser.add_argument("--alone", action="store_true", help="without the public toolkit")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="for the profiles, as speedscope reads them"
+    )
     parser.add_argument("--short", action="store_true", help="only whether turns stay flat; for CI")
     options = parser.parse_args()
     unknown = [part for part in options.parts if part not in PARTS]

@@ -2,8 +2,9 @@
 
 Configuration, one line of JSON on stdin: `agents` (a list of `[base_url, api_key]`), `turns` (of
 each session), `words` (of each tool result), `first_words` (of the user's message), `tokens` (that
-each reply must have), `calls` (whether each reply must be a tool call), `stream`, and `stagger`
-(seconds over which the sessions begin). All sessions run at once. Prints one line of JSON:
+each reply must have), `calls` (tool calls of each reply), `stream`, `stagger` (seconds over which the
+sessions begin) and `before`: so many turns into each session it prints a line, and goes on when it
+reads one. All sessions run at once. In the end it prints one line of JSON:
 `{"seconds": [[of each turn, …] of each agent, …], "failures": [message, …]}`; a session that fails
 has no turns.
 """
@@ -50,7 +51,36 @@ def prose(drawn, words):
     return "".join(word + end for word, end in zip(chosen, ends, strict=True)).strip()
 
 
-async def session(http, config, number):
+class Pause:
+    """Where all sessions stop; one that failed before counts as there."""
+
+    def __init__(self, sessions):
+        self.under_way = set(range(sessions))
+        self.reached = asyncio.Event()
+        self.over = asyncio.Event()
+
+    def reach(self, number):
+        self.under_way.discard(number)
+        if not self.under_way:
+            self.reached.set()
+
+
+async def paused(pause):
+    """Return when the sessions have stopped and may go on."""
+    await pause.reached.wait()
+    print("{}", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+    pause.over.set()
+
+
+async def session(http, config, number, pause):
+    try:
+        return await turns(http, config, number, pause)
+    finally:
+        pause.reach(number)
+
+
+async def turns(http, config, number, pause):
     """One agent; the seconds that each of its turns took."""
     drawn = random.Random(number)
     base_url, api_key = config["agents"][number]
@@ -63,7 +93,10 @@ async def session(http, config, number):
     if config["stream"]:
         request |= {"stream": True, "stream_options": {"include_usage": True}}
     seconds = []
-    for _ in range(config["turns"]):
+    for turn in range(config["turns"]):
+        if turn and turn == config["before"]:
+            pause.reach(number)
+            await pause.over.wait()
         body = orjson.dumps(request)
         began = time.perf_counter()
         async with http.post(
@@ -103,11 +136,15 @@ def check_stream(said, config):
 async def main(config):
     timeout = aiohttp.ClientTimeout(total=600)
     connector = aiohttp.TCPConnector(limit=0)
+    agents = range(len(config["agents"]))
+    pause = Pause(len(agents))
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
-        sessions = (session(http, config, number) for number in range(len(config["agents"])))
+        sessions = [session(http, config, number, pause) for number in agents]
+        if config["before"]:
+            sessions.append(paused(pause))
         outcomes = await asyncio.gather(*sessions, return_exceptions=True)
     failures = [repr(outcome) for outcome in outcomes if isinstance(outcome, BaseException)]
-    seconds = [outcome if isinstance(outcome, list) else [] for outcome in outcomes]
+    seconds = [outcomes[at] if isinstance(outcomes[at], list) else [] for at in agents]
     print(json.dumps({"seconds": seconds, "failures": failures}), flush=True)
 
 

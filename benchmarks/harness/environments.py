@@ -12,7 +12,7 @@ from turnleaf.adapters.mock._made_once import made_once
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints" / "slime.txt"
 TOOLKIT = "agentcore-rl-toolkit[gateway]==0.2.0"
-PROFILER = "py-spy==0.4.1"
+PROFILER = "py-spy==0.4.3"
 STOP = "<|im_end|>"
 
 

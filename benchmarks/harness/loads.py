@@ -1,6 +1,8 @@
 """What the gateways are asked, and what it cost them."""
 
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 import attrs
@@ -16,8 +18,9 @@ class Load:
     """Agents that run at once.
 
     turns: of each. words: of each tool result. first_words: of the user's message. tokens: of each
-    reply. stream: whether replies are streamed, and then they are prose. stagger: seconds over
-    which the agents begin.
+    reply. calls: tool calls of each reply. stream: whether replies are streamed. stagger: seconds
+    over which the agents begin. before: turns of each agent that are not measured: all agents stop
+    behind them, and go on together.
     """
 
     sessions: int
@@ -28,19 +31,18 @@ class Load:
     stream: bool = False
     calls: int = 1
     stagger: float = 0.0
-
-    @property
-    def all_turns(self) -> int:
-        return self.sessions * self.turns
+    before: int = 0
 
 
 @attrs.frozen
 class Cost:
-    """Of one load: CPU seconds of the gateway's process, and bytes by which it grew."""
+    """Of one load: CPU seconds of the gateway's process, bytes by which it grew, and the seconds
+    that the agents waited for each turn."""
 
     cpu: float
     memory: int
     turns: int
+    seconds: Sequence[Sequence[float]]
 
     @property
     def cpu_ms(self) -> float:
@@ -53,27 +55,32 @@ class Cost:
         return self.memory / self.turns / 1e3
 
 
+During = Callable[[], AbstractAsyncContextManager[Any]]
+
 WARM_UP = Load(sessions=4, turns=3, words=100)
 
 
-async def run(gateway: Gateway, load: Load) -> Cost:
-    """Run a load to its end; raises RuntimeError when a request failed."""
+async def run(gateway: Gateway, load: Load, during: During = nullcontext) -> Cost:
+    """Run a load to its end; what its turns cost, but for those of `load.before`.
+
+    during: a context in which those turns run. Raises RuntimeError when a request failed.
+    """
     sessions = await gateway.open_sessions(load.sessions)
-    cpu, memory = cpu_seconds(gateway.pid), resident_bytes(gateway.pid)
-    said = await ask(sessions, load)
-    cost = Cost(
-        cpu=cpu_seconds(gateway.pid) - cpu,
-        memory=resident_bytes(gateway.pid) - memory,
-        turns=load.all_turns,
-    )
+    config = {"agents": sessions, **attrs.asdict(load)}
+    async with running("client", config, python=sys.executable) as client:
+        if load.before:
+            await client.hear()
+        async with during():
+            cpu, memory = cpu_seconds(gateway.pid), resident_bytes(gateway.pid)
+            if load.before:
+                await client.tell({})
+            said = await client.hear()
+            cost = Cost(
+                cpu=cpu_seconds(gateway.pid) - cpu,
+                memory=resident_bytes(gateway.pid) - memory,
+                turns=load.sessions * (load.turns - load.before),
+                seconds=said["seconds"],
+            )
     if said["failures"]:
         raise RuntimeError(f"{gateway.name}: {len(said['failures'])} failed: {said['failures'][0]}")
     return cost
-
-
-async def ask(sessions: list[tuple[str, str]], load: Load) -> dict[str, Any]:
-    """Have the client's process run a load; what it prints."""
-    config = {"agents": sessions, **attrs.asdict(load)}
-    async with running("client", config, python=sys.executable) as client:
-        said: dict[str, Any] = await client.hear()
-    return said
