@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
+import anyio
 import attrs
 import httpx
 import pytest
@@ -214,6 +215,9 @@ async def test_a_worker_logs_as_it_is_told_and_has_a_port_for_metrics(
                 headers={"authorization": f"Bearer {key.secret}"},
             )
             assert "turnleaf_keys_open 1.0" in (await http.get(f"{watched}/metrics")).text
+            with anyio.fail_after(20):  # the event loop is looked at 20 times a second
+                while "lag_seconds_count 0.0" in (await http.get(f"{watched}/metrics")).text:
+                    pass
 
             def told() -> bool:
                 nonlocal written

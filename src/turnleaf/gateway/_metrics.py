@@ -21,6 +21,7 @@ __all__ = ["Metrics"]
 
 QUEUE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 ENGINE_BUCKETS = (0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+LAG_BUCKETS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.3, 1, 3)
 LEAF_BUCKETS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 
 
@@ -79,6 +80,12 @@ class Metrics:
             buckets=LEAF_BUCKETS,
             registry=registry,
         )
+        self._loop_lag = Histogram(
+            "turnleaf_event_loop_lag_seconds",
+            "Seconds that work which was ready had to wait for the event loop",
+            buckets=LAG_BUCKETS,
+            registry=registry,
+        )
         self._keys_open = Gauge(
             "turnleaf_keys_open", "Keys that agents can use now", registry=registry
         )
@@ -107,6 +114,10 @@ class Metrics:
         self._sampled_tokens.inc(len(turn.output))
         self._engine_seconds.observe(turn.timings.engine)
         self._queue_seconds.observe(turn.timings.total - turn.timings.engine)
+
+    def lagged(self, seconds: float) -> None:
+        """The event loop kept work waiting for so long; see `watch_lag`."""
+        self._loop_lag.observe(seconds)
 
     def forked(self, reason: ForkReason) -> None:
         """A turn began another leaf."""

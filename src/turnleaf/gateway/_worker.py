@@ -17,6 +17,7 @@ from turnleaf.gateway._child import announce, announce_error, read_config, until
 from turnleaf.gateway._config import ANY_ADDRESS, PORTS, WorkerConfig, routable_address
 from turnleaf.gateway._control_app import control_app
 from turnleaf.gateway._keys import Keys
+from turnleaf.gateway._lag import watch_lag
 from turnleaf.gateway._logs import set_up_logs
 from turnleaf.gateway._metrics_app import metrics_app
 from turnleaf.gateway._probe import check_replay, passes_structural_tags
@@ -115,7 +116,10 @@ async def _serve(config: WorkerConfig, renderer: Renderer, limit: int) -> None:
         control_host, control_port = control_socket.getsockname()[:2]
         control_url = f"http://{_bracketed(control_host)}:{control_port}"
         announce({"version": 1, "base_url": base_url, "control_url": control_url})
-        await until_stdin_closes()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch_lag, keys.metrics.lagged)
+            await until_stdin_closes()
+            tasks.cancel_scope.cancel()
         for purpose in get_args(Purpose):
             await keys.close_all(purpose)
 
