@@ -1,8 +1,8 @@
 """What a turn costs the gateway, measured from outside; README.md says how.
 
-    python benchmarks/gateway.py                   everything, against the public toolkit
-    python benchmarks/gateway.py dialogues --alone turnleaf alone
-    python benchmarks/gateway.py --short           whether long dialogues cost more; for CI
+python benchmarks/gateway.py                   everything, against the public toolkit
+python benchmarks/gateway.py dialogues --alone turnleaf alone
+python benchmarks/gateway.py --short           whether long dialogues cost more; for CI
 """
 
 import argparse
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import anyio
-from harness import gateways, profiles, table
+from harness import gateways, many_keys, profiles, replay, streams, table
 from harness.gateways import Start
 from harness.report import Bar
 
@@ -37,7 +37,31 @@ async def profile(options: argparse.Namespace) -> list[Bar]:
     return []
 
 
-PARTS = {"dialogues": dialogues, "profile": profile}
+async def streamed(options: argparse.Namespace) -> list[Bar]:
+    lines, bars = await streams.streams(options.rounds)
+    say(lines)
+    return bars
+
+
+async def replayed(options: argparse.Namespace) -> list[Bar]:
+    lines, bars = await replay.replay(options.rounds)
+    say(lines)
+    return bars
+
+
+async def keys(_: argparse.Namespace) -> list[Bar]:
+    lines, bars = await many_keys.many_keys()
+    say(lines)
+    return bars
+
+
+PARTS = {
+    "dialogues": dialogues,
+    "streams": streamed,
+    "replay": replayed,
+    "keys": keys,
+    "profile": profile,
+}
 
 
 def say(lines: Iterable[str]) -> None:

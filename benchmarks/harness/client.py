@@ -4,7 +4,8 @@ Configuration, one line of JSON on stdin: `agents` (a list of `[base_url, api_ke
 each session), `words` (of each tool result), `first_words` (of the user's message), `tokens` (that
 each reply must have), `calls` (tool calls of each reply), `stream`, `stagger` (seconds over which the
 sessions begin) and `before`: so many turns into each session it prints a line, and goes on when it
-reads one. All sessions run at once. In the end it prints one line of JSON:
+reads one. A streamed turn is a conversation of its own; the others continue each other. All sessions
+run at once. In the end it prints one line of JSON:
 `{"seconds": [[of each turn, …] of each agent, …], "failures": [message, …]}`; a session that fails
 has no turns.
 """
@@ -51,6 +52,10 @@ def prose(drawn, words):
     return "".join(word + end for word, end in zip(chosen, ends, strict=True)).strip()
 
 
+def user_message(drawn, config):
+    return {"role": "user", "content": prose(drawn, config["first_words"])}
+
+
 class Pause:
     """Where all sessions stop; one that failed before counts as there."""
 
@@ -85,10 +90,7 @@ async def turns(http, config, number, pause):
     drawn = random.Random(number)
     base_url, api_key = config["agents"][number]
     await asyncio.sleep(config["stagger"] * number / len(config["agents"]))
-    messages = [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": prose(drawn, config["first_words"])},
-    ]
+    messages = [{"role": "system", "content": SYSTEM}, user_message(drawn, config)]
     request = {"model": "model", "messages": messages, "tools": [CALCULATOR]}
     if config["stream"]:
         request |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -110,13 +112,14 @@ async def turns(http, config, number, pause):
             raise RuntimeError(f"status {response.status}: {said[:300].decode(errors='replace')}")
         if config["stream"]:
             check_stream(said, config)
+            messages[1] = user_message(drawn, config)
             continue
         reply = orjson.loads(said)
         (choice,) = reply["choices"]
         message, sampled = choice["message"], reply["usage"]["completion_tokens"]
         calls = message.get("tool_calls") or []
         if sampled != config["tokens"] or len(calls) != config["calls"]:
-            raise RuntimeError(f"a reply of {sampled} tokens with {len(calls)} tool calls: {said}")
+            raise RuntimeError(f"a reply of {sampled} tokens with {len(calls)} tool calls")
         messages.append(message)
         for call in calls:
             content = prose(drawn, config["words"])

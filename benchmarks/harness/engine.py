@@ -30,9 +30,7 @@ class Output:
     """One reply's ids with made-up log-probabilities, as JSON."""
 
     def __init__(self, ids, drawn):
-        self.entries = [
-            orjson.dumps([-drawn.expovariate(2.0), token_id, None]) for token_id in ids
-        ]
+        self.entries = [orjson.dumps([-drawn.expovariate(2.0), token_id, None]) for token_id in ids]
         self.ids = ids
         self.all_entries = b"[" + b",".join(self.entries) + b"]"
         self.all_ids = orjson.dumps(ids)
@@ -78,9 +76,7 @@ class Engine:
             rows = len(asked["input_ids"]) + len(output.ids) - 1 - start
             meta += b',"routed_experts":"%b"' % self.experts[: rows * self.bytes_per_position]
         body = b'{"text":"","output_ids":%b,"meta_info":{%b}}' % (output.all_ids, meta)
-        self.times[request.headers.get("x-smg-routing-key", "")].append(
-            time.perf_counter() - began
-        )
+        self.times[request.headers.get("x-smg-routing-key", "")].append(time.perf_counter() - began)
         return web.Response(body=body, content_type="application/json")
 
     async def stream(self, request, asked, output):

@@ -32,6 +32,18 @@ def tool_calls(tokens: int, *, count: int = 64) -> list[list[int]]:
     return [_tool_call(tokenizer, drawn, tokens) for _ in range(count)]
 
 
+def long_tool_calls(tokens: int, *, count: int = 8) -> list[list[int]]:
+    """Replies of so many tokens, nearly all of which are a call's argument."""
+    tokenizer = FileTokenizer(checkpoint() / "tokenizer.json")
+    drawn = random.Random(3)
+    begin = tokenizer.encode(
+        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "'
+    )
+    end = tokenizer.encode(f'"}}}}\n</tool_call>{STOP}')
+    inner = tokens - len(begin) - len(end)
+    return [begin + prose_ids(tokenizer, drawn, inner) + end for _ in range(count)]
+
+
 def _tool_call(tokenizer: FileTokenizer, drawn: random.Random, tokens: int) -> list[int]:
     numbers = [drawn.randrange(1000, 10000) for _ in range(4)]
     expression = f"({numbers[0]} + {numbers[1]}) * {numbers[2]} / {numbers[3]}"

@@ -13,8 +13,15 @@ from harness.programs import running
 
 from turnleaf.gateway import WorkerConfig, running_worker
 
-Session = tuple[str, str]
-"""base_url and API key of an agent."""
+
+
+@attrs.frozen
+class Session:
+    """Of an agent. name: what the gateway's calls to the engine are routed by."""
+
+    base_url: str
+    api_key: str
+    name: str
 
 
 @attrs.frozen(eq=False)
@@ -48,13 +55,14 @@ def turnleaf(**settings: Any) -> Start:
         async with running_worker(config) as worker:
 
             async def open_sessions(count: int) -> list[Session]:
-                keys = [
-                    await worker.gateway.open_key(
-                        name=secrets.token_hex(4), sampling={}, purpose="train", expires_in=3600
+                sessions = []
+                for _ in range(count):
+                    name = secrets.token_hex(8)
+                    key = await worker.gateway.open_key(
+                        name=name, sampling={}, purpose="train", expires_in=3600
                     )
-                    for _ in range(count)
-                ]
-                return [(key.base_url, key.secret) for key in keys]
+                    sessions.append(Session(key.base_url, key.secret, name))
+                return sessions
 
             metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
             yield Gateway("turnleaf", worker.pid, open_sessions, metrics_url)
@@ -79,7 +87,7 @@ def toolkit(history_mode: str) -> Start:
                 names = [secrets.token_hex(16) for _ in range(count)]
                 await program.tell(names)
                 await program.hear()
-                return [(base_url, name) for name in names]
+                return [Session(base_url, name, name) for name in names]
 
             yield Gateway(f"toolkit, {history_mode}", program.pid, open_sessions)
 

@@ -78,7 +78,11 @@ def _rows(profile: Mapping[str, Any]) -> Iterator[list[str]]:
     samples = own.total()
     for frame, count in own.most_common(SHOWN):
         share, inclusive = 100 * count / samples, 100 * all_in[frame] / samples
-        yield [f"{share:.1f} %", f"{inclusive:.1f} %", _function(profile["shared"]["frames"][frame])]
+        yield [
+            f"{share:.1f} %",
+            f"{inclusive:.1f} %",
+            _function(profile["shared"]["frames"][frame]),
+        ]
 
 
 def _packages(profile: Mapping[str, Any]) -> str:
