@@ -204,3 +204,32 @@ async def test_a_stray_line_feed_does_not_end_a_reply_that_takes_its_time(
         await stream.send(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nslow\r\n")
         with anyio.fail_after(10):
             assert (await stream.receive()).endswith(b"slow")
+
+
+def test_a_busy_loop_takes_on_many_connections_at_once() -> None:
+    """As a worker's, which is uvloop's."""
+    clients = 64
+    rounds = 0
+
+    async def served_between_rounds() -> None:
+        nonlocal rounds
+        served_requests = 0
+
+        async def count(scope: Scope, receive: Receive, send: Send) -> None:
+            nonlocal served_requests
+            served_requests += 1
+            await answer(scope, receive, send)
+
+        listening = socket.create_server(("127.0.0.1", 0), backlog=clients)
+        address = listening.getsockname()
+        async with served(count, listening):
+            with contextlib.ExitStack() as connections:
+                for _ in range(clients):
+                    client = connections.enter_context(socket.create_connection(address))
+                    client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                while served_requests < clients:
+                    rounds += served_requests > 0
+                    await anyio.lowlevel.checkpoint()
+
+    anyio.run(served_between_rounds, backend_options={"use_uvloop": True})
+    assert rounds < clients // 2

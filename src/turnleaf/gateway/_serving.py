@@ -15,6 +15,10 @@ __all__ = ["BACKLOG", "served"]
 BACKLOG = 4096
 KEEP_ALIVE = 75
 """Seconds for which an idle connection is kept: fewer lose requests of clients that reuse one."""
+ACCEPTED_AT_ONCE = 16
+"""Connections that the event loop takes on between two looks at those that it has. uvloop takes on
+one for each listening socket: of a thousand agents that come to a busy loop, the last would wait
+half a minute."""
 SHUTDOWN_GRACE = 3
 """Seconds that requests in flight get to end when the server does."""
 
@@ -53,7 +57,8 @@ async def served(app: ASGIApp, listening: socket.socket) -> AsyncIterator[None]:
         async with anyio.create_task_group() as tasks:
 
             async def serve() -> None:
-                await server.serve(sockets=[listening])
+                more = (listening.dup() for _ in range(ACCEPTED_AT_ONCE - 1))
+                await server.serve(sockets=[listening, *more])
 
             tasks.start_soon(serve)
             try:
