@@ -1,13 +1,10 @@
-"""`python client.py`: agents that call a calculator, many at once; what every gateway is measured by.
+"""`python client.py`: agents that call a calculator, many at once.
 
-Configuration, one line of JSON on stdin: `agents` (a list of `[base_url, api_key]`), `turns` (of
-each session), `words` (of each tool result), `first_words` (of the user's message), `tokens` (that
-each reply must have), `calls` (tool calls of each reply), `stream`, `stagger` (seconds over which the
-sessions begin) and `before`: so many turns into each session it prints a line, and goes on when it
-reads one. A streamed turn is a conversation of its own; the others continue each other. All sessions
-run at once. In the end it prints one line of JSON:
-`{"seconds": [[of each turn, …] of each agent, …], "failures": [message, …]}`; a session that fails
-has no turns.
+Configuration, one line of JSON on stdin: `agents` (a list of `[base_url, api_key]`) and the fields
+of `loads.Load`. Where that has a `before`, it prints a line when all agents have come so far, and
+goes on when it reads one. A streamed turn is a conversation of its own; others continue each other.
+In the end it prints one line of JSON: `{"seconds": [[of each turn, …] of each agent, …], "failures":
+[message, …]}`; an agent that fails has no turns.
 """
 
 import asyncio
@@ -15,6 +12,7 @@ import json
 import random
 import sys
 import time
+from typing import Any
 
 import aiohttp
 import orjson
@@ -37,117 +35,127 @@ CALCULATOR = {
 }
 SYSTEM = "You are careful with numbers. Use the calculator for every step, and say what you found."
 WORDS = (
-    "the a this that each every first second third next last sum product difference quotient "
-    "number value digit result step line column row table total part whole half quarter answer "
-    "is was gives makes equals becomes follows remains holds adds takes leaves divides rounds to "
-    "of in from with by for over under between before after again once twice then therefore "
-    "because while until where large small exact known given remaining positive negative zero"
-).split()
+    *("the", "a", "this", "that", "each", "every", "first", "second", "third", "next", "last"),
+    *("sum", "product", "difference", "quotient", "number", "value", "digit", "result", "step"),
+    *("line", "column", "row", "table", "total", "part", "whole", "half", "quarter", "answer"),
+    *("is", "was", "gives", "makes", "equals", "becomes", "follows", "remains", "holds", "adds"),
+    *("takes", "leaves", "divides", "rounds", "to", "of", "in", "from", "with", "by", "for"),
+    *("over", "under", "between", "before", "after", "again", "once", "twice", "then", "because"),
+    *("while", "until", "where", "large", "small", "exact", "known", "given", "positive", "zero"),
+)
 
 
-def prose(drawn, words):
+def prose(drawn: random.Random, words: int) -> str:
     """So many words in sentences."""
     chosen = drawn.choices(WORDS, k=words)
-    ends = [drawn.choice([" "] * 10 + [", ", ". "]) for _ in chosen]
+    ends = drawn.choices([" "] * 10 + [", ", ". "], k=words)
     return "".join(word + end for word, end in zip(chosen, ends, strict=True)).strip()
 
 
-def user_message(drawn, config):
+def user_message(drawn: random.Random, config: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": prose(drawn, config["first_words"])}
 
 
 class Pause:
-    """Where all sessions stop; one that failed before counts as there."""
+    """Where all agents stop; one that failed before counts as there."""
 
-    def __init__(self, sessions):
-        self.under_way = set(range(sessions))
-        self.reached = asyncio.Event()
+    def __init__(self, agents: int) -> None:
+        self._under_way = set(range(agents))
+        self._reached = asyncio.Event()
         self.over = asyncio.Event()
 
-    def reach(self, number):
-        self.under_way.discard(number)
-        if not self.under_way:
-            self.reached.set()
+    def reach(self, number: int) -> None:
+        self._under_way.discard(number)
+        if not self._under_way:
+            self._reached.set()
+
+    async def hold(self) -> None:
+        """Tell when all are there, and let them go on when told."""
+        await self._reached.wait()
+        print("{}", flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+        self.over.set()
 
 
-async def paused(pause):
-    """Return when the sessions have stopped and may go on."""
-    await pause.reached.wait()
-    print("{}", flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-    pause.over.set()
-
-
-async def session(http, config, number, pause):
-    try:
-        return await turns(http, config, number, pause)
-    finally:
-        pause.reach(number)
-
-
-async def turns(http, config, number, pause):
-    """One agent; the seconds that each of its turns took."""
+async def agent(
+    http: aiohttp.ClientSession, config: dict[str, Any], number: int, pause: Pause
+) -> list[float]:
+    """The seconds that each turn took."""
     drawn = random.Random(number)
-    base_url, api_key = config["agents"][number]
     await asyncio.sleep(config["stagger"] * number / len(config["agents"]))
     messages = [{"role": "system", "content": SYSTEM}, user_message(drawn, config)]
-    request = {"model": "model", "messages": messages, "tools": [CALCULATOR]}
-    if config["stream"]:
-        request |= {"stream": True, "stream_options": {"include_usage": True}}
     seconds = []
-    for turn in range(config["turns"]):
-        if turn and turn == config["before"]:
-            pause.reach(number)
-            await pause.over.wait()
-        body = orjson.dumps(request)
-        began = time.perf_counter()
-        async with http.post(
-            f"{base_url}/chat/completions",
-            data=body,
-            headers={"authorization": f"Bearer {api_key}", "content-type": "application/json"},
-        ) as response:
-            said = await response.read()
-        seconds.append(time.perf_counter() - began)
-        if response.status != 200:
-            raise RuntimeError(f"status {response.status}: {said[:300].decode(errors='replace')}")
-        if config["stream"]:
-            check_stream(said, config)
-            messages[1] = user_message(drawn, config)
-            continue
-        reply = orjson.loads(said)
-        (choice,) = reply["choices"]
-        message, sampled = choice["message"], reply["usage"]["completion_tokens"]
-        calls = message.get("tool_calls") or []
-        if sampled != config["tokens"] or len(calls) != config["calls"]:
-            raise RuntimeError(f"a reply of {sampled} tokens with {len(calls)} tool calls")
-        messages.append(message)
-        for call in calls:
-            content = prose(drawn, config["words"])
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+    try:
+        for turn in range(config["turns"]):
+            if turn and turn == config["before"]:
+                pause.reach(number)
+                await pause.over.wait()
+            began = time.perf_counter()
+            said = await asked(http, config, number, messages)
+            seconds.append(time.perf_counter() - began)
+            if config["stream"]:
+                check_stream(said, config)
+                messages[1] = user_message(drawn, config)
+            else:
+                messages += continuation(said, config, drawn)
+    finally:
+        pause.reach(number)
     return seconds
 
 
-def check_stream(said, config):
+async def asked(
+    http: aiohttp.ClientSession, config: dict[str, Any], number: int, messages: list[Any]
+) -> bytes:
+    """The body of the reply."""
+    base_url, api_key = config["agents"][number]
+    request = {"model": "model", "messages": messages, "tools": [CALCULATOR]}
+    if config["stream"]:
+        request |= {"stream": True, "stream_options": {"include_usage": True}}
+    headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
+    async with http.post(
+        f"{base_url}/chat/completions", data=orjson.dumps(request), headers=headers
+    ) as response:
+        said = await response.read()
+    if response.status != 200:
+        raise RuntimeError(f"status {response.status}: {said[:300].decode(errors='replace')}")
+    return said
+
+
+def continuation(said: bytes, config: dict[str, Any], drawn: random.Random) -> list[Any]:
+    """The reply and the results of its tool calls, as messages."""
+    reply = orjson.loads(said)
+    (choice,) = reply["choices"]
+    message, sampled = choice["message"], reply["usage"]["completion_tokens"]
+    calls = message.get("tool_calls") or []
+    if sampled != config["tokens"] or len(calls) != 1:
+        raise RuntimeError(f"a reply of {sampled} tokens with {len(calls)} tool calls")
+    result = prose(drawn, config["words"])
+    return [message, {"role": "tool", "tool_call_id": calls[0]["id"], "content": result}]
+
+
+def check_stream(said: bytes, config: dict[str, Any]) -> None:
     events = [line[6:] for line in said.split(b"\n") if line.startswith(b"data: ")]
-    if events[-1] != b"[DONE]":
-        raise RuntimeError(f"a stream that ends with {events[-1]}")
     sampled = orjson.loads(events[-2])["usage"]["completion_tokens"]
-    if sampled != config["tokens"]:
-        raise RuntimeError(f"a stream of {sampled} tokens")
+    if events[-1] != b"[DONE]" or sampled != config["tokens"]:
+        raise RuntimeError(f"a stream of {sampled} tokens that ends with {events[-1][:100]!r}")
 
 
-async def main(config):
-    timeout = aiohttp.ClientTimeout(total=600)
-    connector = aiohttp.TCPConnector(limit=0)
-    agents = range(len(config["agents"]))
-    pause = Pause(len(agents))
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
-        sessions = [session(http, config, number, pause) for number in agents]
+async def main(config: dict[str, Any]) -> None:
+    numbers = range(len(config["agents"]))
+    pause = Pause(len(numbers))
+    async with (
+        aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=600), connector=aiohttp.TCPConnector(limit=0)
+        ) as http,
+        asyncio.TaskGroup() as tasks,
+    ):
         if config["before"]:
-            sessions.append(paused(pause))
-        outcomes = await asyncio.gather(*sessions, return_exceptions=True)
-    failures = [repr(outcome) for outcome in outcomes if isinstance(outcome, BaseException)]
-    seconds = [outcomes[at] if isinstance(outcomes[at], list) else [] for at in agents]
+            tasks.create_task(pause.hold())
+        outcomes = await asyncio.gather(
+            *(agent(http, config, number, pause) for number in numbers), return_exceptions=True
+        )
+    seconds = [outcome if isinstance(outcome, list) else [] for outcome in outcomes]
+    failures = [repr(outcome) for outcome in outcomes if not isinstance(outcome, list)]
     print(json.dumps({"seconds": seconds, "failures": failures}), flush=True)
 
 

@@ -36,9 +36,7 @@ def long_tool_calls(tokens: int, *, count: int = 8) -> list[list[int]]:
     """Replies of so many tokens, nearly all of which are a call's argument."""
     tokenizer = FileTokenizer(checkpoint() / "tokenizer.json")
     drawn = random.Random(3)
-    begin = tokenizer.encode(
-        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "'
-    )
+    begin = tokenizer.encode('<tool_call>\n{"name": "calculator", "arguments": {"expression": "')
     end = tokenizer.encode(f'"}}}}\n</tool_call>{STOP}')
     inner = tokens - len(begin) - len(end)
     return [begin + prose_ids(tokenizer, drawn, inner) + end for _ in range(count)]
@@ -85,8 +83,8 @@ def prose_ids(tokenizer: FileTokenizer, drawn: random.Random, tokens: int) -> li
 def toolkit_python() -> str:
     """The interpreter of an environment with the public toolkit and what its gateway needs.
 
-    Made once and kept in the user's cache, from PyPI, with the versions of slime's environment: with
-    the transformers of constraints/dev.txt it reads no tool calls.
+    Made once and kept in the user's cache, from PyPI, with the versions of slime's environment:
+    with the transformers of constraints/dev.txt it reads no tool calls.
     """
     return _environment("toolkit", TOOLKIT)
 

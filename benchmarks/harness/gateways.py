@@ -14,7 +14,6 @@ from harness.programs import running
 from turnleaf.gateway import WorkerConfig, running_worker
 
 
-
 @attrs.frozen
 class Session:
     """Of an agent. name: what the gateway's calls to the engine are routed by."""

@@ -18,9 +18,9 @@ class Load:
     """Agents that run at once.
 
     turns: of each. words: of each tool result. first_words: of the user's message. tokens: of each
-    reply. calls: tool calls of each reply. stream: whether replies are streamed. stagger: seconds
-    over which the agents begin. before: turns of each agent that are not measured: all agents stop
-    behind them, and go on together.
+    reply, which is a tool call unless they are streamed. stagger: seconds over which the agents
+    begin. before: turns of each agent that are not measured: all agents stop behind them, and go on
+    together.
     """
 
     sessions: int
@@ -29,7 +29,6 @@ class Load:
     first_words: int = 40
     tokens: int = TOKENS
     stream: bool = False
-    calls: int = 1
     stagger: float = 0.0
     before: int = 0
 

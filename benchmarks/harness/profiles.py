@@ -17,7 +17,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from harness import gateways, loads
 from harness.environments import profiler, tool_calls
 from harness.loads import Load
-from harness.report import table
+from harness.report import Report, table
 
 TURNS = {
     "1k tokens": Load(sessions=128, turns=20, words=10, first_words=200, before=4),
@@ -30,41 +30,46 @@ SHOWN = 25
 """Functions of a table."""
 
 
-async def profiles(keep: Path | None) -> AsyncIterator[list[str]]:
+async def profiles(keep: Path | None) -> Report:
     """A table for each length. keep: the folder for what https://www.speedscope.app shows."""
+    lines: list[str] = []
     async with gateways.engine(tool_calls(loads.TOKENS)) as engine_url:
         for name, load in TURNS.items():
             with TemporaryDirectory() as temporary:
-                folder = temporary if keep is None else keep
-                path = Path(folder) / f"{name.replace(' ', '-')}.speedscope.json"
-                path.parent.mkdir(parents=True, exist_ok=True)
+                path = (keep or Path(temporary)) / f"{name.replace(' ', '-')}.speedscope.json"
                 async with gateways.turnleaf()(engine_url) as gateway:
                     await loads.run(gateway, loads.WARM_UP)
-                    cost = await loads.run(gateway, load, partial(recorded, gateway.pid, path))
+                    cost = await loads.run(gateway, load, partial(_recorded, gateway.pid, path))
                 profile = json.loads(path.read_text())
-            cpu = f"A turn at {name}: {cost.cpu_ms:.2f} ms, the profiler's stops included."
-            head = ["self", "with callees", "function"]
-            yield [cpu, _packages(profile), *table(head, [*_rows(profile)])]
+            lines += [
+                f"A turn at {name}: {cost.cpu_ms:.2f} ms, the profiler's stops included.",
+                _packages(profile),
+                *table(["self", "with callees", "function"], [*_rows(profile)]),
+                "",
+            ]
+    return Report(lines)
 
 
 @asynccontextmanager
-async def recorded(pid: int, path: Path) -> AsyncIterator[None]:
-    """Record a process until the context is left."""
+async def _recorded(pid: int, path: Path) -> AsyncIterator[None]:
+    """Record a process until the context is left; raises RuntimeError when that does not work."""
     command = [profiler(), "record", "--pid", str(pid), "--output", str(path)]
     command += ["--format", "speedscope", "--rate", str(RATE), "--function"]
     async with await anyio.open_process(command, stdout=PIPE, stderr=STDOUT) as process:
         assert process.stdout is not None
         said = BufferedByteReceiveStream(process.stdout)
-        line = b""
-        while b"Sampling process" not in line:
-            line = await said.receive_until(b"\n", 2**16)
+        try:
+            while b"Sampling process" not in await said.receive_until(b"\n", 2**16):
+                pass
+        except anyio.IncompleteRead:
+            raise RuntimeError(
+                f"py-spy cannot record process {pid}: may it trace others?"
+            ) from None
         yield
         process.send_signal(signal.SIGINT)
         async for _ in said:
             pass
         await process.wait()
-    if not path.exists():
-        raise RuntimeError(f"py-spy ended with {process.returncode} and wrote nothing")
 
 
 def _rows(profile: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -15,6 +15,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 HERE = Path(__file__).parent
 _MAX_LINE = 2**26  # bytes
+_END = 60.0  # seconds that a program has to end behind its stdin
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -43,12 +44,10 @@ class Program:
 
 
 @asynccontextmanager
-async def running(
-    name: str, *configuration: Any, python: str, timeout: float = 600.0
-) -> AsyncIterator[Program]:
+async def running(name: str, configuration: Any, *, python: str) -> AsyncIterator[Program]:
     """Run `NAME.py` of this folder until the context is left, when its stdin is closed.
 
-    timeout: seconds that it has to end by itself.
+    configuration: the first line that it is told.
     """
     command: Sequence[str] = (python, str(HERE / f"{name}.py"))
     async with await anyio.open_process(command, stdin=PIPE, stdout=PIPE, stderr=None) as process:
@@ -56,11 +55,10 @@ async def running(
         assert process.stdout is not None
         program = Program(process, BufferedByteReceiveStream(process.stdout))
         try:
-            for line in configuration:
-                await program.tell(line)
+            await program.tell(configuration)
             yield program
             await process.stdin.aclose()
-            with anyio.fail_after(timeout):
+            with anyio.fail_after(_END):
                 await process.wait()
         finally:
             if process.returncode is None:

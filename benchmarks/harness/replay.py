@@ -6,7 +6,7 @@ from harness import gateways, loads
 from harness.environments import tool_calls
 from harness.gateways import Gateway
 from harness.loads import Cost, Load
-from harness.report import Bar, table
+from harness.report import Bar, Report, table
 
 EXPERTS = (48, 8)
 """Layers, and experts of each that a token is routed to."""
@@ -21,7 +21,7 @@ BAR = 1.5
 token of a prompt that is four times as long. A quadratic term would make it 4."""
 
 
-async def replay(rounds: int) -> tuple[list[str], list[Bar]]:
+async def replay(rounds: int) -> Report:
     """The cost of a turn with the experts and without."""
     with_experts, without = await _measured(rounds, EXPERTS), await _measured(rounds, None)
     rows = [
@@ -33,10 +33,13 @@ async def replay(rounds: int) -> tuple[list[str], list[Bar]]:
         with_experts[name].cpu_ms - without[name].cpu_ms for name in TURNS
     )
     head = ["a turn", f"with experts of {EXPERTS[0]} × {EXPERTS[1]}", "without"]
-    return [*table(head, rows)], [
-        Bar("experts in a dialogue: at 8k tokens / at 2k", long_dialogue / dialogue, BAR),
-        Bar("experts of a new prompt: a token of 8k / of 2k", long_prompt / prompt / 4, BAR),
-    ]
+    return Report(
+        [*table(head, rows)],
+        [
+            Bar("experts in a dialogue: at 8k tokens / at 2k", long_dialogue / dialogue, BAR),
+            Bar("experts of a new prompt: a token of 8k / of 2k", long_prompt / prompt / 4, BAR),
+        ],
+    )
 
 
 async def _measured(rounds: int, experts: tuple[int, int] | None) -> dict[str, Cost]:

@@ -12,7 +12,6 @@ class Bar:
     name: str
     value: float
     most: float
-    unit: str = ""
 
     @property
     def met(self) -> bool:
@@ -20,7 +19,15 @@ class Bar:
 
     def __str__(self) -> str:
         verdict = "met" if self.met else "NOT MET"
-        return f"{self.name}: {self.value:.3g}{self.unit} (at most {self.most:.3g}): {verdict}"
+        return f"{self.name}: {self.value:.3g} (at most {self.most:.3g}): {verdict}"
+
+
+@attrs.frozen
+class Report:
+    """What one part found: lines for people, and bars."""
+
+    lines: Sequence[str]
+    bars: Sequence[Bar] = ()
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

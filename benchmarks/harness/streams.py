@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from harness import gateways, loads
 from harness.environments import long_tool_calls, texts
 from harness.loads import Load
-from harness.report import Bar, table
+from harness.report import Bar, Report, table
 
 REPLIES: Mapping[str, Callable[[int], list[list[int]]]] = {
     "prose": texts,
@@ -19,14 +19,15 @@ BAR = 1.5
 """At most so much more for a token of the longer replies: a quadratic term would make it 4."""
 
 
-async def streams(rounds: int) -> tuple[list[str], list[Bar]]:
+async def streams(rounds: int) -> Report:
     """Microseconds of a token, the best of some rounds, for each kind and length of replies."""
     rows, bars = [], []
     for kind, replies in REPLIES.items():
         found = [await _microseconds(replies(tokens), tokens, rounds) for tokens in LENGTHS]
         rows.append([kind, *(f"{each:.0f} µs" for each in found)])
         bars.append(Bar(f"streamed {kind}: a token at 4,000 / at 1,000", found[1] / found[0], BAR))
-    return [*table(["per token", *(f"{tokens:,} tokens" for tokens in LENGTHS)], rows)], bars
+    head = ["per token", *(f"{tokens:,} tokens" for tokens in LENGTHS)]
+    return Report([*table(head, rows)], bars)
 
 
 async def _microseconds(outputs: list[list[int]], tokens: int, rounds: int) -> float:

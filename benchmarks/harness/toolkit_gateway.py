@@ -1,4 +1,4 @@
-"""`python toolkit_gateway.py`, in the toolkit's environment: its gateway, as its slime backend starts it.
+"""`python toolkit_gateway.py`: the public toolkit's gateway, as its slime backend starts it.
 
 Configuration, one line of JSON on stdin: `engine_url`, `model` (the checkpoint's folder) and
 `history_mode` ("tree" or "linear"). Its readiness line is `{"base_url": …}`. Every further line on

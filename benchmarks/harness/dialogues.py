@@ -8,7 +8,7 @@ from harness import gateways, loads
 from harness.environments import tool_calls
 from harness.gateways import Start
 from harness.loads import Cost, Load
-from harness.report import Bar, table
+from harness.report import Bar, Report, table
 
 DIALOGUES = {
     "128 × 4 turns": Load(sessions=128, turns=4, words=100),
@@ -22,7 +22,7 @@ FLAT_BAR = 2.0
 MEMORY_BAR = 1 / 8
 SHORT = {
     "32 × 4 turns": Load(sessions=32, turns=4, words=100),
-    "2 × 64 turns": Load(sessions=2, turns=64),
+    "4 × 64 turns": Load(sessions=4, turns=64),
 }
 SHORT_BAR = 3.0
 SHORT_ROUNDS = 3
@@ -47,7 +47,16 @@ class Measured:
         return median(cost.memory_kb for cost in self.costs[load])
 
 
-async def measure(starts: Mapping[str, Start], rounds: int) -> dict[str, Measured]:
+async def dialogues(rounds: int, *, alone: bool) -> Report:
+    """turnleaf's worker, and unless alone both modes of the public toolkit's gateway."""
+    starts: dict[str, Start] = {"turnleaf": gateways.turnleaf()}
+    if not alone:
+        starts |= {f"toolkit, {mode}": gateways.toolkit(mode) for mode in ("tree", "linear")}
+    measured = await _measured(starts, rounds)
+    return Report([*_lines(measured)], [*_bars(measured)])
+
+
+async def _measured(starts: Mapping[str, Start], rounds: int) -> dict[str, Measured]:
     """All gateways in turn, so many times; each load on a process of its own."""
     costs: dict[str, dict[str, list[Cost]]] = {
         name: {load: [] for load in DIALOGUES} for name in starts
@@ -67,7 +76,7 @@ async def measure(starts: Mapping[str, Start], rounds: int) -> dict[str, Measure
     return {name: Measured(costs[name], slopes[name]) for name in starts}
 
 
-def lines(measured: Mapping[str, Measured]) -> Iterator[str]:
+def _lines(measured: Mapping[str, Measured]) -> Iterator[str]:
     """A row for each load; then the slope of memory."""
     rows = [
         [load, *(f"{m.cpu_ms(load):.2f} ms, {m.memory_kb(load):.0f} KB" for m in measured.values())]
@@ -77,7 +86,7 @@ def lines(measured: Mapping[str, Measured]) -> Iterator[str]:
     yield from table(["per turn", *measured], rows)
 
 
-def bars(measured: Mapping[str, Measured]) -> Iterator[Bar]:
+def _bars(measured: Mapping[str, Measured]) -> Iterator[Bar]:
     ours = measured["turnleaf"]
     others = [m for name, m in measured.items() if name != "turnleaf"]
     shortest, *_, longest = DIALOGUES
@@ -91,7 +100,7 @@ def bars(measured: Mapping[str, Measured]) -> Iterator[Bar]:
     yield Bar("memory / the toolkit's better mode", ours.slopes[0] / better, MEMORY_BAR)
 
 
-async def flatness() -> tuple[list[str], Bar]:
+async def flatness() -> Report:
     """The short form: turnleaf alone, one process, the best of some rounds."""
     costs: dict[str, list[Cost]] = {name: [] for name in SHORT}
     async with (
@@ -105,6 +114,7 @@ async def flatness() -> tuple[list[str], Bar]:
     best = {name: min(cost.cpu_ms for cost in costs[name]) for name in SHORT}
     shortest, longest = best.values()
     rows = [[name, f"{cpu_ms:.2f} ms"] for name, cpu_ms in best.items()]
-    return list(table(["per turn", "turnleaf"], rows)), Bar(
-        "64 turns / 4 turns", longest / shortest, SHORT_BAR
+    return Report(
+        [*table(["per turn", "turnleaf"], rows)],
+        [Bar("64 turns / 4 turns", longest / shortest, SHORT_BAR)],
     )
