@@ -3,8 +3,8 @@
 Configuration, one line of JSON on stdin: `agents` (a list of `[base_url, api_key]`) and the fields
 of `loads.Load`. Where that has a `before`, it prints a line when all agents have come so far, and
 goes on when it reads one. A streamed turn is a conversation of its own; others continue each other.
-In the end it prints one line of JSON: `{"seconds": [[of each turn, …] of each agent, …], "failures":
-[message, …]}`; an agent that fails has no turns.
+In the end it prints one line of JSON: `{"seconds": [[of each turn, …] of each agent, …],
+"failures": [message, …]}`; an agent that fails has no turns.
 """
 
 import asyncio
@@ -108,7 +108,7 @@ async def asked(
 ) -> bytes:
     """The body of the reply."""
     base_url, api_key = config["agents"][number]
-    request = {"model": "model", "messages": messages, "tools": [CALCULATOR]}
+    request: dict[str, Any] = {"model": "model", "messages": messages, "tools": [CALCULATOR]}
     if config["stream"]:
         request |= {"stream": True, "stream_options": {"include_usage": True}}
     headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}

@@ -98,8 +98,8 @@ def _environment(name: str, requirement: str) -> str:
     def make(draft: Path) -> None:
         print(f"making an environment with {requirement}: a minute or two", file=sys.stderr)
         venv.create(draft, with_pip=True)
-        install = [draft / "bin" / "python", "-m", "pip", "install", "--quiet"]
-        install += ["--disable-pip-version-check", "--constraint", CONSTRAINTS, requirement]
+        pip = [str(draft / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+        install = [*pip, "install", "--quiet", "--constraint", str(CONSTRAINTS), requirement]
         subprocess.run(install, check=True)
 
     made_from = f"{requirement} {sys.version}".encode() + CONSTRAINTS.read_bytes()
