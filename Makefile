@@ -39,7 +39,7 @@ STAMP = $(VENV)/.made-under-$(subst $(SPACE),-,$(strip $(basename $(notdir $(CON
 
 export COVERAGE_FILE = $(VENV)/.coverage
 
-.PHONY: help venv test demo try lint math-agent clients-venv test-clients test-openai3 test-slime test-sglang clean
+.PHONY: help venv test demo try lint benchmark math-agent clients-venv test-clients test-openai3 test-slime test-sglang clean
 
 help:
 	@echo "make test          run the tests; core must be covered to 95 %"
@@ -47,6 +47,7 @@ help:
 	@echo "make try           run one rollout of an example agent and show what would be trained"
 	@echo "make math-agent    rollouts of a strands agent through the slime hooks, and what would be trained"
 	@echo "make lint          ruff, mypy, import-linter"
+	@echo "make benchmark     what a turn costs the gateway, and the public toolkit's; some ten minutes"
 	@echo "make test-clients  real agent clients (strands, langgraph, litellm, …) against the gateway"
 	@echo "make test-openai3  the tests that use openai, agent clients included, under openai 3"
 	@echo "make test-slime    the tests of the slime hooks, on a checkout of slime: SLIME_DIR=…"
@@ -54,7 +55,7 @@ help:
 	@echo "make venv          only set up the environment"
 	@echo "make clean         remove the environments, caches and build products"
 	@echo
-	@echo "Variables: PYTHON=…, VENV=$(VENV), CONSTRAINTS=$(CONSTRAINTS), OVERRIDES=…, PYTEST_ARGS=…, PYTEST_WORKERS=$(PYTEST_WORKERS)"
+	@echo "Variables: PYTHON=…, VENV=$(VENV), CONSTRAINTS=$(CONSTRAINTS), OVERRIDES=…, PYTEST_ARGS=…, PYTEST_WORKERS=$(PYTEST_WORKERS), BENCHMARK_ARGS=…"
 	@echo "TORCH_INDEX=… is a package index with a torch for CPUs, for make test-slime and test-sglang."
 	@echo "With TURNLEAF_REQUIRE_ALL=1 a skipped test fails."
 
@@ -83,6 +84,9 @@ lint: $(STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy --strict src
 	$(BIN)/lint-imports
+
+benchmark: $(STAMP)
+	$(BIN)/python benchmarks/gateway.py $(BENCHMARK_ARGS)
 
 clients-venv:
 	$(MAKE) venv VENV=.venv-clients OVERRIDES=constraints/clients.txt PACKAGES='$(CLIENTS)'
@@ -118,4 +122,4 @@ test-sglang: $(STAMP)
 clean:
 	rm -rf .venv .venv-* build dist htmlcov .coverage .hypothesis .import_linter_cache
 	rm -rf .mypy_cache .pytest_cache .ruff_cache
-	find conftest.py src tests examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
+	find conftest.py src tests benchmarks examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
