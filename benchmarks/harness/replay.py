@@ -25,7 +25,7 @@ async def replay(rounds: int) -> Report:
     """The cost of a turn with the experts and without."""
     with_experts, without = await _measured(rounds, EXPERTS), await _measured(rounds, None)
     rows = [
-        [name, *(f"{cost.cpu_ms:.1f} ms, {cost.memory_kb:.0f} KB" for cost in found)]
+        [name, *(f"{cost.cpu_ms:.1f} ms" for cost in found)]
         for name in TURNS
         for found in [(with_experts[name], without[name])]
     ]
