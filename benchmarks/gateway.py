@@ -8,6 +8,7 @@ python benchmarks/gateway.py --short            whether long dialogues cost more
 import argparse
 import os
 import platform
+import resource
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -56,6 +57,9 @@ def main() -> int:
         parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
+    # A thousand connections are more than many systems let a process have by default.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     print(f"turnleaf in {Path(turnleaf.__file__).parent}, {machine()}\n", flush=True)
     if options.short:
         bars = shown(anyio.run(flatness))

@@ -100,7 +100,10 @@ def _environment(name: str, requirement: str) -> str:
         venv.create(draft, with_pip=True)
         pip = [str(draft / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
         install = [*pip, "install", "--quiet", "--constraint", str(CONSTRAINTS), requirement]
-        subprocess.run(install, check=True)
+        if subprocess.run(install).returncode:
+            raise SystemExit(
+                f"{requirement} could not be installed; --alone does without the toolkit"
+            )
 
     made_from = f"{requirement} {sys.version}".encode() + CONSTRAINTS.read_bytes()
     return str(made_once("benchmarks", name, made_from, make) / "bin" / "python")
