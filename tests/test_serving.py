@@ -1,6 +1,7 @@
 """Limits on what comes before a request's body."""
 
 import contextlib
+import resource
 import socket
 from collections.abc import AsyncIterator
 
@@ -11,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from tests.waiting import until
 from turnleaf.gateway import _bounded_http
-from turnleaf.gateway._serving import served
+from turnleaf.gateway._serving import allow_connections, served
 
 pytestmark = pytest.mark.anyio
 
@@ -233,3 +234,13 @@ def test_a_busy_loop_takes_on_many_connections_at_once() -> None:
 
     anyio.run(served_between_rounds, backend_options={"use_uvloop": True})
     assert rounds < clients // 2
+
+
+def test_a_worker_may_have_as_many_connections_as_the_system_allows() -> None:
+    given, most = before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (given // 2, most))
+    try:
+        allow_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

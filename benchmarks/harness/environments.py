@@ -102,7 +102,7 @@ def _environment(name: str, requirement: str) -> str:
         install = [*pip, "install", "--quiet", "--constraint", str(CONSTRAINTS), requirement]
         if subprocess.run(install).returncode:
             raise SystemExit(
-                f"{requirement} could not be installed; --alone does without the toolkit"
+                f"{requirement} cannot be had from PyPI (--alone does without the toolkit)"
             )
 
     made_from = f"{requirement} {sys.version}".encode() + CONSTRAINTS.read_bytes()

@@ -1,6 +1,7 @@
 """Serving an ASGI app inside a running event loop, on a socket that is already bound."""
 
 import contextlib
+import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 
@@ -10,7 +11,7 @@ from starlette.types import ASGIApp
 
 from turnleaf.gateway._bounded_http import BoundedHttpProtocol
 
-__all__ = ["BACKLOG", "served"]
+__all__ = ["BACKLOG", "allow_connections", "served"]
 
 BACKLOG = 4096
 KEEP_ALIVE = 75
@@ -21,6 +22,17 @@ one for each listening socket: of a thousand agents that come to a busy loop, th
 half a minute."""
 SHUTDOWN_GRACE = 3
 """Seconds that requests in flight get to end when the server does."""
+
+
+def allow_connections() -> None:
+    """Let this process have as many connections as the system lets any have.
+
+    A model call takes two, the agent's and the engine's, and many systems allow a process 1,024
+    files in all until it asks for more.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses what it calls unlimited
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class _Server(uvicorn.Server):

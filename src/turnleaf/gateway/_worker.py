@@ -22,7 +22,7 @@ from turnleaf.gateway._logs import set_up_logs
 from turnleaf.gateway._metrics_app import metrics_app
 from turnleaf.gateway._probe import check_replay, passes_structural_tags
 from turnleaf.gateway._readiness import Readiness
-from turnleaf.gateway._serving import BACKLOG, served
+from turnleaf.gateway._serving import BACKLOG, allow_connections, served
 from turnleaf.gateway._turns import Turns
 from turnleaf.gateway._watched import Watched
 from turnleaf.gateway.engines import Engine, SGLangEngine
@@ -38,6 +38,7 @@ def main() -> int:
     try:
         config = WorkerConfig.from_mapping(read_config())
         set_up_logs(config.log_format)
+        allow_connections()
         renderer = Renderer.load(
             config.model,
             template_arguments=config.template_arguments,
