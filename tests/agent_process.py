@@ -23,14 +23,17 @@ def agent_process(program: Path) -> Iterator[str]:
     """Run `python program PORT` and yield its address once it answers `/ping`."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [sys.executable, str(program), str(port)]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+    with (
+        httpx.Client(verify=False, trust_env=False) as http,
+        subprocess.Popen(command, stderr=subprocess.DEVNULL) as process,
+    ):
         try:
             deadline = time.monotonic() + 60
             while True:
                 assert process.poll() is None, "the agent ended by itself"
                 assert time.monotonic() < deadline, "the agent does not answer"
                 with contextlib.suppress(httpx.TransportError):
-                    if httpx.get(f"{url}/ping", trust_env=False).status_code == 200:
+                    if http.get(f"{url}/ping").status_code == 200:
                         break
                 time.sleep(0.05)
             yield url

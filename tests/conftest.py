@@ -12,7 +12,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests import slime_real
 from tests.families import family_renderer
-from turnleaf.adapters.mock import FileTokenizer, Script, ScriptedEngine, serve_engine
+from tests.loaded import loaded
+from turnleaf.adapters.mock import (
+    FileTokenizer,
+    Script,
+    ScriptedEngine,
+    serve_engine,
+    use_one_blas_thread,
+)
 from turnleaf.adapters.mock._checkpoint import Family, cached_checkpoint
 from turnleaf.gateway.rendering import Renderer
 
@@ -21,6 +28,9 @@ from turnleaf.gateway.rendering import Renderer
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+# Several processes run tests; with threads of their own the policy's small products take minutes.
+use_one_blas_thread()
 
 
 def pytest_report_header() -> str | None:
@@ -92,14 +102,13 @@ def checkpoint() -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def load_renderer(checkpoint: Callable[..., Path]) -> Callable[..., Renderer]:
     """`load_renderer(family, template, **template_arguments)`: each is loaded once."""
-    loaded: dict[Any, Renderer] = {}
+    known: dict[Any, Renderer] = {}
 
     def load(family: Family, template: str | None = None, **arguments: Any) -> Renderer:
         key = family, template, *arguments.items()
-        if key not in loaded:
-            folder = checkpoint(family, template)
-            loaded[key] = Renderer.load(folder, template_arguments=arguments)
-        return loaded[key]
+        if key not in known:
+            known[key] = loaded(checkpoint(family, template), template_arguments=arguments)
+        return known[key]
 
     return load
 

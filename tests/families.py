@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from tests.loaded import loaded
 from turnleaf.adapters.mock._checkpoint import _visible, cached_checkpoint
 from turnleaf.adapters.mock._made_once import made_once
 from turnleaf.gateway.rendering import Renderer
@@ -296,17 +297,21 @@ def family_checkpoint(name: str) -> Path:
 @cache
 def family_renderer(name: str, **arguments: Any) -> Renderer:
     """The renderer of a family, with template arguments; loaded once in a process."""
-    return Renderer.load(family_checkpoint(name), template_arguments=arguments)
+    return loaded(family_checkpoint(name), template_arguments=arguments)
 
 
 def _write(folder: Path, family: Family, template: str) -> None:
-    (folder / "tokenizer.json").write_bytes(family.tokenizer())
+    tokenizer = family.tokenizer()
+    (folder / "tokenizer.json").write_bytes(tokenizer)
     configurations: dict[str, dict[str, Any]] = {
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": family.bos,
             "eos_token": family.eos,
             "clean_up_tokenization_spaces": False,
+            "added_tokens_decoder": {
+                token.pop("id"): token for token in json.loads(tokenizer)["added_tokens"]
+            },
         },
         "generation_config.json": {"eos_token_id": list(family.end_ids)},
     }

@@ -17,7 +17,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from tests import slime_host
-from tests.gateway_stack import checkpoint, tokenizer
+from tests.small_checkpoint import END, small_checkpoint, small_tokenizer
 from turnleaf.adapters.mock import (
     Script,
     ScriptedEngine,
@@ -180,7 +180,7 @@ def running_slime(
     played = script if isinstance(script, dict) else {"*": list(script)}
     slime_host.fresh_slime()
     args = slime_host.slime_args(
-        **{"hf_checkpoint": str(checkpoint("chatml")), **HOOKS, **SETTINGS, **arguments}
+        **{"hf_checkpoint": str(small_checkpoint("chatml")), **HOOKS, **SETTINGS, **arguments}
     )
     needs = [engine_options, *(getattr(args, name, None) for name in _READ_AT_THE_START)]
     kept = _keep(needs, engine_options or {})
@@ -208,8 +208,8 @@ def _keep(needs: Any, engine_options: dict[str, Any]) -> _Kept:
     close_kept()
     engine = ScriptedEngine(
         {},
-        tokenizer=tokenizer(),
-        stop_token_id=tokenizer().encode("<|im_end|>")[0],
+        tokenizer=small_tokenizer(),
+        stop_token_id=END,
         repeat=True,
         **engine_options,
     )

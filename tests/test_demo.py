@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from rich.console import Console
 
 from tests.gateway_stack import running_gateway
@@ -45,17 +45,15 @@ FIELDS = {
 }
 
 
-COMMAND = f"""
-from turnleaf.adapters.mock import Recipe
-from turnleaf.cli import _app, main
-_app.Recipe = lambda: Recipe(**{attrs.asdict(HURRIED)!r})
-main()
-"""
-
-
-def demo(*arguments: str) -> list[str]:
+def demo(*arguments: str, recipe: Recipe = HURRIED) -> list[str]:
     """The command line of `turnleaf demo`, in a hurry."""
-    return [sys.executable, "-P", "-c", COMMAND, "demo", *arguments]
+    program = (
+        "from turnleaf.adapters.mock import Recipe\n"
+        "from turnleaf.cli import _app, main\n"
+        f"_app.Recipe = lambda: Recipe(**{attrs.asdict(recipe)!r})\n"
+        "main()\n"
+    )
+    return [sys.executable, "-P", "-c", program, "demo", *arguments]
 
 
 @attrs.frozen
@@ -257,8 +255,9 @@ def children(pid: int) -> list[int]:
 
 
 def test_ctrl_c_ends_the_children(tmp_path: Path) -> None:
+    unprepared = attrs.evolve(HURRIED, warm_up_updates=3)
     with subprocess.Popen(
-        demo("--steps", "1000"),
+        demo("--steps", "1000", recipe=unprepared),
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -303,7 +302,11 @@ async def test_the_agent_asks_until_the_answer_is_right(
 ) -> None:
     async with running_gateway([{"text": reply} for reply in replies], template="chatml") as stack:
         key = await stack.open()
-        async with AsyncOpenAI(base_url="http://unused", api_key="unused") as client:
+        async with AsyncOpenAI(
+            base_url="http://unused",
+            api_key="unused",
+            http_client=DefaultAsyncHttpxClient(verify=False),
+        ) as client:
             config = {"base_url": key.base_url, "api_key": key.secret, "model_id": "model"}
             payload = {"digits": [3, 1, 4, 1, 5], "turns": 3, "retells": retells}
             result = await run({**payload, "_config": config}, client)

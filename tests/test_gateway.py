@@ -249,7 +249,7 @@ async def test_a_stream_is_kept_alive_while_the_engine_works() -> None:
         key = await stack.open()
         body = {"messages": [USER], "stream": True}
         headers = {"authorization": f"Bearer {key.secret}"}
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(verify=False) as http:
             url = f"{key.base_url}/chat/completions"
             response = await http.post(url, json=body, headers=headers)
         lines = response.text.split("\n\n")
@@ -405,7 +405,10 @@ async def test_the_calls_of_a_key_end_with_it() -> None:
 
 
 async def test_a_key_closed_while_a_body_arrives_serves_nothing() -> None:
-    async with running_gateway([{"text": "too late"}]) as stack, httpx.AsyncClient() as http:
+    async with (
+        running_gateway([{"text": "too late"}]) as stack,
+        httpx.AsyncClient(verify=False) as http,
+    ):
         key = await stack.open()
         begun, closed = asyncio.Event(), asyncio.Event()
 
@@ -517,7 +520,7 @@ async def test_keys_see_only_their_own_turns() -> None:
 
 
 async def test_what_is_served_and_what_is_not() -> None:
-    async with running_gateway([]) as stack, httpx.AsyncClient() as http:
+    async with running_gateway([]) as stack, httpx.AsyncClient(verify=False) as http:
         key = await stack.open()
         root = key.base_url.removesuffix("/v1")
         headers = {"authorization": f"Bearer {key.secret}"}
@@ -565,7 +568,10 @@ async def test_the_control_listener_says_what_it_does_not_serve() -> None:
 
 
 async def test_a_body_is_limited_by_what_the_context_can_hold() -> None:
-    async with running_gateway([], max_context_tokens=100) as stack, httpx.AsyncClient() as http:
+    async with (
+        running_gateway([], max_context_tokens=100) as stack,
+        httpx.AsyncClient(verify=False) as http,
+    ):
         key = await stack.open()
         headers = {"authorization": f"Bearer {key.secret}"}
         body = {"messages": [{"role": "user", "content": "x" * 2**20}]}

@@ -16,8 +16,7 @@ from tests.waiting import until
 from turnleaf.adapters.mock import Ledger, LedgerEntry, ScriptedEngine, compare
 from turnleaf.adapters.mock._replay_data import kept_ids, routed_experts
 from turnleaf.core import Leaf, Replay, Speculation, Trajectory, Turn, WeightSpan
-from turnleaf.gateway._probe import PROBE
-from turnleaf.gateway.engines import EngineLost, EngineRequest, SGLangEngine, UntrustedReply
+from turnleaf.gateway.engines import PROBE, EngineLost, EngineRequest, SGLangEngine, UntrustedReply
 
 StartEngine = Callable[..., Awaitable[tuple[ScriptedEngine, str]]]
 

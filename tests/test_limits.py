@@ -49,7 +49,7 @@ async def test_the_last_turn_is_answered_and_the_next_is_refused_for_good() -> N
     limits = Limits(max_turns=2)
     async with running_gateway([{"text": "four"}] * 2, limits=limits) as stack:
         key, other = await stack.open(), await stack.open("other")
-        async with httpx.AsyncClient(timeout=60) as http:
+        async with httpx.AsyncClient(verify=False, timeout=60) as http:
             for _ in range(2):
                 assert (await post(http, key)).status_code == 200
             for _ in range(2):
@@ -67,7 +67,7 @@ async def test_the_last_turn_is_answered_and_the_next_is_refused_for_good() -> N
 async def test_more_replies_than_turns_are_left_are_refused_as_such() -> None:
     async with running_gateway([{"text": "four"}] * 2, limits=Limits(max_turns=2)) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient(timeout=60) as http:
+        async with httpx.AsyncClient(verify=False, timeout=60) as http:
             status, code, message = refusal(await post(http, key, n=3))
             assert (status, code) == (400, "invalid_value")
             assert "2 of its 2 turns left (turnleaf.max_turns)" in message
@@ -81,7 +81,7 @@ async def test_each_reply_counts_as_in_flight() -> None:
     script = [{"text": "four", "delay": 0.3}] * 2 + [{"text": "five"}]
     async with running_gateway(script, limits=limits) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient(timeout=60) as http:
+        async with httpx.AsyncClient(verify=False, timeout=60) as http:
             status, code, message = refusal(await post(http, key, n=3))
             assert (status, code) == (400, "invalid_value")
             assert "turnleaf.max_requests_in_flight" in message
@@ -99,7 +99,7 @@ async def test_turns_under_way_count_and_refused_ones_do_not() -> None:
     script = [{"mismatch": True}, {"text": "four", "delay": 0.3}]
     async with running_gateway(script, limits=limits) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient(timeout=60) as http:
+        async with httpx.AsyncClient(verify=False, timeout=60) as http:
             assert (await post(http, key)).status_code == 502
             asking = asyncio.ensure_future(post(http, key))
             await until(lambda: len(stack.engine.calls) == 2)
@@ -114,7 +114,7 @@ async def test_sampled_tokens_are_counted_and_the_last_turn_is_cut_where_they_en
     limits = Limits(max_rollout_tokens=5)
     async with running_gateway([{"ids": [7, 8, 9]}, {"ids": [7] * 9}], limits=limits) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient(timeout=60) as http:
+        async with httpx.AsyncClient(verify=False, timeout=60) as http:
             first = (await post(http, key)).json()
             assert first["usage"]["completion_tokens"] == 4  # with the stop token
             second = (await post(http, key, max_tokens=50)).json()
@@ -132,7 +132,7 @@ async def test_what_is_in_flight_passes_and_a_retry_counts_once() -> None:
     script = [{"text": "four", "delay": 0.5}, {"text": "IV"}]
     async with running_gateway(script, limits=limits, retry_grace=20) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient(timeout=60) as http:
+        async with httpx.AsyncClient(verify=False, timeout=60) as http:
             asking = asyncio.ensure_future(post(http, key))
             await until(lambda: len(stack.engine.calls) == 1)
             response = await post(http, key, max_tokens=9)
@@ -162,7 +162,7 @@ async def test_the_retry_of_one_that_had_to_wait_claims_no_equal_turn() -> None:
     script = [{"text": "four", "delay": 0.3}, {"text": "IV"}]
     async with running_gateway(script, limits=limits, retry_grace=20) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient(timeout=60) as http:
+        async with httpx.AsyncClient(verify=False, timeout=60) as http:
             asking = asyncio.ensure_future(post(http, key))
             await until(lambda: len(stack.engine.calls) == 1)
             assert (await post(http, key)).status_code == 429
@@ -202,7 +202,7 @@ async def test_a_reply_that_is_read_slowly_is_delivered() -> None:
     async with running_gateway([LARGE], max_context_tokens=80_000, streaming=None) as stack:
         key = await stack.open()
         async with (
-            httpx.AsyncClient(timeout=60) as http,
+            httpx.AsyncClient(verify=False, timeout=60) as http,
             http.stream(
                 "POST",
                 f"{key.base_url}/chat/completions",
@@ -227,7 +227,7 @@ async def test_nothing_is_added_to_a_reply_whose_key_is_closed_while_it_is_read(
     monkeypatch.setattr(_keys, "CLOSE_WAIT", 0.1)
     async with (
         running_gateway([LARGE], max_context_tokens=80_000, streaming=None) as stack,
-        httpx.AsyncClient(timeout=60) as http,
+        httpx.AsyncClient(verify=False, timeout=60) as http,
     ):
         key = await stack.open()
         (record,) = stack.keys._records.values()
@@ -292,7 +292,7 @@ async def test_what_an_agent_sent_is_not_echoed_as_throttling(
 ) -> None:
     async with running_gateway([]) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient(timeout=60) as http:
+        async with httpx.AsyncClient(verify=False, timeout=60) as http:
             response = await post(http, key, **fields)
             assert refusal(response)[:2] == (400, code)
             assert not THROTTLING.search(str(response.json()))

@@ -11,8 +11,8 @@ import pytest
 from turnleaf.adapters.mock import ScriptedEngine, compare, serve_router
 from turnleaf.core import ContractError
 from turnleaf.gateway import _probe
-from turnleaf.gateway._probe import PROBE, check_replay, passes_structural_tags
-from turnleaf.gateway.engines import SGLangEngine
+from turnleaf.gateway._probe import check_replay, passes_structural_tags
+from turnleaf.gateway.engines import PROBE, SGLangEngine
 
 pytestmark = pytest.mark.anyio
 

@@ -57,7 +57,7 @@ def said(response: httpx.Response) -> str:
 async def test_a_retry_joins_the_turn_under_way(marked: int, goes_on: bool) -> None:
     async with running_gateway([SLOW, {"text": "sure"}], retry_grace=20) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(verify=False) as http:
             await lose(stack, http, key)
             reply = await post(http, key, retry=marked)
             assert said(reply) == "four"
@@ -75,7 +75,7 @@ async def test_a_retry_joins_the_turn_under_way(marked: int, goes_on: bool) -> N
 async def test_a_retry_takes_the_turn_that_ended_meanwhile() -> None:
     async with running_gateway([SLOW], retry_grace=20) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(verify=False) as http:
             await lose(stack, http, key)
             await until(lambda: len(stack.engine.ledger) == 1)
             assert said(await post(http, key, retry=1)) == "four"
@@ -86,7 +86,7 @@ async def test_a_retry_takes_the_turn_that_ended_meanwhile() -> None:
 async def test_a_retry_that_is_lost_too_leaves_the_turn_to_the_next() -> None:
     async with running_gateway([{"text": "four", "delay": 1.0}], retry_grace=20) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(verify=False) as http:
             await lose(stack, http, key)
             record = next(iter(stack.keys._records.values()))
             (asked,) = record.asked._asked
@@ -103,7 +103,7 @@ async def test_when_the_grace_is_over_the_call_is_ended_and_a_retry_is_a_new_tur
     script = [{"text": "too late", "hang": True, "abort_after": 2}, {"text": "four"}]
     async with running_gateway(script, retry_grace=0.1) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(verify=False) as http:
             await lose(stack, http, key)
             await until(lambda: len(stack.engine.ledger) == 1)
             assert said(await post(http, key, retry=1)) == "four"
@@ -115,7 +115,7 @@ async def test_when_the_grace_is_over_the_call_is_ended_and_a_retry_is_a_new_tur
 async def test_a_deliberate_second_sample_is_a_sibling() -> None:
     async with running_gateway([{"text": "four"}, {"text": "IV"}], retry_grace=20) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(verify=False) as http:
             assert said(await post(http, key)) == "four"
             assert said(await post(http, key)) == "IV"
         trajectory = await stack.close(key)
@@ -126,7 +126,7 @@ async def test_a_deliberate_second_sample_is_a_sibling() -> None:
 async def test_siblings_under_way_are_not_each_others_retries() -> None:
     async with running_gateway([SLOW, {"text": "IV", "delay": 0.3}], retry_grace=20) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(verify=False) as http:
             both = await asyncio.gather(post(http, key), post(http, key))
         assert {said(reply) for reply in both} == {"four", "IV"}
         await stack.close(key)
@@ -135,7 +135,7 @@ async def test_siblings_under_way_are_not_each_others_retries() -> None:
 async def test_a_lost_turn_is_claimed_once() -> None:
     async with running_gateway([SLOW, {"text": "IV"}], retry_grace=20) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(verify=False) as http:
             await lose(stack, http, key)
             assert said(await post(http, key)) == "four"
             assert said(await post(http, key)) == "IV"
@@ -146,7 +146,7 @@ async def test_a_marked_retry_gets_a_delivered_reply_again() -> None:
     """As when a reply was lost behind the gateway, which could not see it."""
     async with running_gateway([{"text": "four"}, {"text": "IV"}], retry_grace=20) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(verify=False) as http:
             first, second = await post(http, key), await post(http, key)
             again = await post(http, key, retry=1)
         assert again.json()["id"] == second.json()["id"] != first.json()["id"]
@@ -157,7 +157,7 @@ async def test_a_marked_retry_gets_a_delivered_reply_again() -> None:
 async def test_a_marked_retry_joins_what_nobody_knows_to_be_lost() -> None:
     async with running_gateway([SLOW], retry_grace=20) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(verify=False) as http:
             first = asyncio.ensure_future(post(http, key))
             await until(lambda: len(stack.engine.calls) == 1)
             again = await post(http, key, retry=1)
@@ -170,7 +170,7 @@ async def test_a_retry_of_what_was_refused_claims_nothing() -> None:
     script = [{"text": "x", "mismatch": True}, {"text": "four"}]
     async with running_gateway(script, retry_grace=20) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(verify=False) as http:
             assert (await post(http, key)).status_code == 502
             assert said(await post(http, key, retry=1)) == "four"
         await stack.close(key)
@@ -179,7 +179,7 @@ async def test_a_retry_of_what_was_refused_claims_nothing() -> None:
 async def test_other_requests_claim_nothing() -> None:
     async with running_gateway([SLOW, {"text": "IV"}], retry_grace=20) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(verify=False) as http:
             await lose(stack, http, key)
             assert said(await post(http, key, {**BODY, "max_tokens": 5}, retry=1)) == "IV"
         trajectory = await stack.close(key)
@@ -190,7 +190,7 @@ async def test_a_key_that_closes_ends_what_waits_for_a_retry() -> None:
     script = [{"text": "too late", "hang": True, "abort_after": 2}]
     async with running_gateway(script, retry_grace=60) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(verify=False) as http:
             await lose(stack, http, key)
             again = asyncio.ensure_future(post(http, key, retry=1))
             record = next(iter(stack.keys._records.values()))
@@ -204,7 +204,7 @@ async def test_a_retry_of_what_was_refused_takes_no_siblings_turn() -> None:
     script = [{"text": "four"}, {"text": "x", "mismatch": True}, {"text": "IV"}]
     async with running_gateway(script, retry_grace=20) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(verify=False) as http:
             assert said(await post(http, key)) == "four"
             assert (await post(http, key)).status_code == 502
             assert said(await post(http, key, retry=1)) == "IV"
@@ -216,7 +216,7 @@ async def test_two_retries_take_two_turns(delay: float) -> None:
     script = [{"text": "four", "delay": delay}, {"text": "IV", "delay": delay}]
     async with running_gateway(script, retry_grace=20) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(verify=False) as http:
             first = [asyncio.ensure_future(post(http, key)) for _ in range(2)]
             await until(lambda: len(stack.engine.calls) == 2)
             if not delay:
@@ -234,7 +234,7 @@ async def test_a_lost_turn_that_the_history_shows_is_no_retrys() -> None:
     script = [SLOW, {"text": "sure"}, {"text": "IV"}]
     async with running_gateway(script, retry_grace=20) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(verify=False) as http:
             await lose(stack, http, key)
             await until(lambda: len(stack.engine.ledger) == 1)
             shown = {"role": "assistant", "content": "four"}

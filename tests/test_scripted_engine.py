@@ -32,7 +32,7 @@ IM_END = 256
 
 @pytest.fixture
 async def http(anyio_backend: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+    async with httpx.AsyncClient(verify=False, timeout=10, trust_env=False) as client:
         yield client
 
 

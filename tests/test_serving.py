@@ -11,7 +11,7 @@ from anyio.abc import SocketStream
 from starlette.types import Receive, Scope, Send
 
 from tests.waiting import until
-from turnleaf.gateway import _bounded_http
+from turnleaf.gateway import _bounded_http, _serving
 from turnleaf.gateway._serving import allow_connections, served
 
 pytestmark = pytest.mark.anyio
@@ -244,3 +244,44 @@ def test_a_worker_may_have_as_many_connections_as_the_system_allows() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_a_request_in_flight_is_answered_at_the_end() -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+        begun = anyio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            begun.set()
+            await answer(scope, receive, send)
+
+        async with served(app, listening):
+            await stream.send(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nslow")
+            await begun.wait()
+        with anyio.fail_after(10):
+            assert (await stream.receive()).endswith(b"slow")
+
+
+async def test_a_request_that_does_not_end_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_serving, "SHUTDOWN_GRACE", 0.05)
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    begun, cut = anyio.Event(), anyio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            cut.set()
+
+    async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+        with anyio.fail_after(10):
+            async with served(app, listening):
+                await stream.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                await begun.wait()
+            await cut.wait()
+    assert "requests in flight were cut off: 1" in caplog.text

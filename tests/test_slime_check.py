@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.agent_process import agent_process, free_port
+from tests.gateway_here import prepared_here
 from tests.gateway_stack import TOKEN, running_gateway
 from turnleaf.adapters.slime._check import check_configuration
 from turnleaf.adapters.slime._check_rows import SHOWN, check_rows
@@ -47,7 +48,7 @@ LOCAL = {"backend": "turnleaf.sessions.LocalSession", "target": "agent.py:run"}
 CLIENT = """
 import httpx
 async def ask(config, key):
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(verify=False, trust_env=False) as client:
         reply = await client.post(
             config["base_url"] + "/chat/completions",
             headers={"authorization": "Bearer " + key},
@@ -63,6 +64,12 @@ async def ask(config, key):
 def own_surroundings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def gateway_here(monkeypatch):
+    """Without processes."""
+    monkeypatch.setattr("turnleaf.cli._slime_check.prepared", prepared_here)
 
 
 def write_agent(body):
@@ -598,7 +605,7 @@ def test_a_canary_that_returns_a_reward(capfd):
     assert f"Next: give slime these arguments, too\n{lines}None of slime's own" in out
 
 
-def test_a_canary_whose_agent_uses_another_key_is_told_so(capfd, tmp_path):
+def test_a_canary_whose_agent_uses_another_key_is_told_so(gateway_here, capfd, tmp_path):
     Path("served.py").write_text(
         f"import sys\nfrom bedrock_agentcore.runtime import BedrockAgentCoreApp\n{CLIENT}\n"
         "app = BedrockAgentCoreApp()\n"
@@ -634,7 +641,7 @@ def test_a_canary_whose_agent_uses_another_key_is_told_so(capfd, tmp_path):
     assert (canary["requests"], refused["status"], refused["count"]) == (1, 401, 1)
 
 
-def test_the_agent_of_the_page_runs(capfd, tmp_path):
+def test_the_agent_of_the_page_runs(gateway_here, capfd, tmp_path):
     [agent] = re.findall(r"```py\n(.+?)```", PAGE, re.DOTALL)
     Path("served.py").write_text(agent)
     write_rows({"prompt": "Hi", "metadata": {"payload": {"question": "Hi", "answer": "script"}}})
@@ -655,7 +662,7 @@ def test_the_agent_of_the_page_runs(capfd, tmp_path):
         ("float('nan')", "{'reward': 1.0, 'x': nan}"),
     ],
 )
-def test_a_result_that_is_not_json_is_told_as_far_as_it_prints(result, told, capfd):
+def test_a_result_that_is_not_json_is_told_as_far_as_it_prints(result, told, gateway_here, capfd):
     write_agent(f"return {{'reward': 1.0, 'x': {result}}}")
     with Path("agent.py").open("a") as agent:
         agent.write(
@@ -857,7 +864,7 @@ def test_a_gateway_that_does_not_start_is_a_finding(capfd):
     assert "Next: correct what ✗ names" in out
 
 
-def test_an_agent_that_is_away_is_reported_once(capfd):
+def test_an_agent_that_is_away_is_reported_once(gateway_here, capfd):
     write_rows()
     url = f"http://127.0.0.1:{free_port()}"
     write_config(rollout_session_backend={"backend": "turnleaf.sessions.HttpSession", "url": url})

@@ -392,7 +392,7 @@ def test_first_calls_from_several_loops_share_one_service(
 
     from turnleaf.adapters.slime import generate
 
-    params = {"temperature": 1.0, "max_new_tokens": 8, "stop": None}
+    params = {"temperature": 1.0, "max_new_tokens": 16, "stop": None}
     barrier = threading.Barrier(4)
     caplog.set_level("INFO", "turnleaf.adapters.slime._workers")
     # A limit of its own, so that there is no service yet.
@@ -411,7 +411,7 @@ def test_first_calls_from_several_loops_share_one_service(
         assert len(set(stack.collected.names.values())) == 4
     assert [type(result) is RolloutSamples for result in results] == [True, True, True, False]
     assert results[3].status.value == "completed"
-    assert params == {"temperature": 1.0, "max_new_tokens": 8, "stop": None}
+    assert params == {"temperature": 1.0, "max_new_tokens": 16, "stop": None}
 
 
 def test_a_run_in_which_nothing_succeeds_stops(

@@ -125,14 +125,21 @@ def test_an_abort_while_a_rollout_is_scored_counts(
     assert about(samples[-1])["removed"] == "aborted"
 
 
-@pytest.mark.parametrize("bad", [float("nan"), "good", None])
-def test_a_groups_bad_reward(bad: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+BAD = [float("nan"), "good", None]
+GROUP: dict[str, Any] = {"n_samples_per_prompt": 3, "group_rm": True, "custom_rm_path": MODEL}
+
+
+def score_the_second(bad: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def score(args: Any, samples: Any) -> list[Any]:
         return [1.0, bad, 0.0]
 
     monkeypatch.setattr(slime_agents, "scoring", score)
-    options: dict[str, Any] = {"n_samples_per_prompt": 3, "group_rm": True, "custom_rm_path": MODEL}
-    with running_slime([TURN], monkeypatch, **options) as stack:
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_groups_bad_reward(bad: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    score_the_second(bad, monkeypatch)
+    with running_slime([TURN], monkeypatch, **GROUP) as stack:
         source = stack.data_source([row(*FORK)] * 2, tmp_path)
         if bad is not None:
             with pytest.raises(BadResultError, match=r"sample index 1, group 0.*no finite number"):
@@ -140,8 +147,15 @@ def test_a_groups_bad_reward(bad: Any, tmp_path: Path, monkeypatch: pytest.Monke
         else:
             samples = flat(stack.rollout(source))
             assert [about(s)["removed"] for s in samples[2:4]] == ["no reward"] * 2
-    options["turnleaf"] = {"on_bad_result": "fail_rollout"}
-    with running_slime([TURN], monkeypatch, **options) as stack:
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_groups_bad_reward_can_be_its_rollouts_failure(
+    bad: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score_the_second(bad, monkeypatch)
+    lenient = {"on_bad_result": "fail_rollout"}
+    with running_slime([TURN], monkeypatch, turnleaf=lenient, **GROUP) as stack:
         output = stack.rollout(stack.data_source([row(*FORK)], tmp_path))
         data = train_data(stack.args, output)
     assert data["raw_reward"] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]

@@ -29,11 +29,12 @@ def test_an_unknown_name_is_refused():
         turnleaf.Trajectories  # noqa: B018
 
 
-def test_only_workers_load_transformers():
-    """It takes seconds, and writes to the terminal of whoever imports it."""
+def test_what_takes_long_to_load_is_loaded_where_it_is_needed():
+    """transformers takes seconds, and writes to the terminal of whoever imports it."""
     program = (
-        "import sys, turnleaf.gateway, turnleaf.cli, turnleaf.adapters.mock\n"
-        "import turnleaf.adapters.slime\n"
+        "import sys, turnleaf.adapters.mock.scripted, turnleaf.adapters.mock.policy_engine\n"
+        "assert not {'aiohttp', 'httpx'} & sys.modules.keys()\n"
+        "import turnleaf.gateway, turnleaf.cli, turnleaf.adapters.slime\n"
         "print(sorted({'transformers', 'torch'} & sys.modules.keys()))"
     )
     done = subprocess.run(

@@ -11,7 +11,10 @@ BODY = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
 
 @pytest.mark.anyio
 async def test_what_was_asked_is_counted_with_what_was_refused():
-    async with running_gateway([]) as stack, httpx.AsyncClient(trust_env=False) as client:
+    async with (
+        running_gateway([]) as stack,
+        httpx.AsyncClient(verify=False, trust_env=False) as client,
+    ):
         url = stack.gateway.base_url
         key = await stack.open()
         before = await stack.gateway.requests()
@@ -41,7 +44,10 @@ async def test_what_was_asked_is_counted_with_what_was_refused():
 
 @pytest.mark.anyio
 async def test_kinds_of_refusals_have_a_limit():
-    async with running_gateway([]) as stack, httpx.AsyncClient(trust_env=False) as client:
+    async with (
+        running_gateway([]) as stack,
+        httpx.AsyncClient(verify=False, trust_env=False) as client,
+    ):
         for number in range(KINDS + 5):
             await client.get(f"{stack.gateway.base_url}/{number}")
         requests = await stack.gateway.requests()

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from turnleaf import __version__
 from turnleaf.adapters.mock import Recipe
-from turnleaf.cli._demo import demo
 from turnleaf.cli._document import document
 from turnleaf.cli._leaving import leave
 from turnleaf.cli._notes import notes, unreachable
@@ -188,6 +187,9 @@ def train_demo(
     recipe = attrs.evolve(Recipe(), steps=steps, learning_rate=learning_rate)
 
     def work(service: Service, stdout: TextIO) -> int:
+        # Late: the other commands need nothing of it.
+        from turnleaf.cli._demo import demo
+
         return demo(recipe, seed, service, stdout, as_json=json_output)
 
     _carry_out("demo", work)

@@ -17,7 +17,6 @@ from turnleaf.core import (
     SettingsError,
     excerpt,
 )
-from turnleaf.gateway.engines import SGLangEngine
 from turnleaf.sessions import session_factory
 
 __all__ = ["SCRIPTED_REPLY", "Options", "Plan", "check_engine", "make_plan", "read_yaml"]
@@ -101,6 +100,9 @@ def check_engine(engine: str | None, model: Path | None) -> None:
             "--engine needs --model FOLDER: the checkpoint that it serves, whose tokenizer and "
             "chat template turn messages into tokens"
         )
+    # Late: without --engine nothing needs its HTTP client.
+    from turnleaf.gateway.engines import SGLangEngine
+
     try:
         SGLangEngine(engine)
     except SettingsError as error:

@@ -11,6 +11,7 @@ import numpy as np
 
 from turnleaf.core import ContractError, EngineError
 from turnleaf.gateway.engines import (
+    PROBE,
     EngineRefused,
     EngineRequest,
     ReplayMissing,
@@ -19,12 +20,9 @@ from turnleaf.gateway.engines import (
 )
 from turnleaf.gateway.engines._sglang_replay import ROUTER_REMEDY, engine_remedy
 
-__all__ = ["PROBE", "check_replay", "passes_structural_tags"]
+__all__ = ["check_replay", "passes_structural_tags"]
 
 logger = logging.getLogger(__name__)
-
-PROBE = "turnleaf-probe"
-"""The routing key of probes, which begins their rids too: what they sample is no rollout's."""
 
 _TIMEOUT = 60.0  # seconds for the call through the given address
 _DIRECT_TIMEOUT = 10.0  # seconds for each call past the router

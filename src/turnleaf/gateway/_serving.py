@@ -1,6 +1,7 @@
 """Serving an ASGI app inside a running event loop, on a socket that is already bound."""
 
 import contextlib
+import logging
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -13,6 +14,8 @@ from turnleaf.gateway._bounded_http import BoundedHttpProtocol
 
 __all__ = ["BACKLOG", "allow_connections", "served"]
 
+logger = logging.getLogger(__name__)
+
 BACKLOG = 4096
 KEEP_ALIVE = 75
 """Seconds for which an idle connection is kept: fewer lose requests of clients that reuse one."""
@@ -22,6 +25,9 @@ one for each listening socket: of a thousand agents that come to a busy loop, th
 half a minute."""
 SHUTDOWN_GRACE = 3
 """Seconds that requests in flight get to end when the server does."""
+_LOOK = 0.005  # seconds between two looks at whether they have
+_TICK = 1.0  # seconds for which the date in replies holds
+_REFRESHING = 0  # the number of a tick that brings the date up to date
 
 
 def allow_connections() -> None:
@@ -36,11 +42,41 @@ def allow_connections() -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn as a part of a program that ends in its own way, not by signals."""
+    """uvicorn as a part of a program that ends in its own way, not by signals, and at once: uvicorn
+    itself looks every tenth of a second for what it waits for."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ending = anyio.Event()
+
+    def end(self) -> None:
+        """Have `serve` return, once requests in flight have ended or their grace is over."""
+        self.should_exit = True
+        self._ending.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(_REFRESHING):
+            with anyio.move_on_after(_TICK):
+                await self._ending.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        with anyio.move_on_after(SHUTDOWN_GRACE) as grace:
+            while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110
+                await anyio.sleep(_LOOK)  # the sets tell nobody when they are empty
+            for server in self.servers:
+                await server.wait_closed()
+        if grace.cancelled_caught:
+            logger.warning("requests in flight were cut off: %d", len(self.server_state.tasks))
+            for task in list(self.server_state.tasks):
+                task.cancel()
 
 
 @contextlib.asynccontextmanager
@@ -59,7 +95,6 @@ async def served(app: ASGIApp, listening: socket.socket) -> AsyncIterator[None]:
             log_config=None,
             proxy_headers=False,
             server_header=False,
-            timeout_graceful_shutdown=SHUTDOWN_GRACE,
             timeout_keep_alive=KEEP_ALIVE,
             ws="none",
         )
@@ -78,6 +113,6 @@ async def served(app: ASGIApp, listening: socket.socket) -> AsyncIterator[None]:
             except Exception as error:  # noqa: BLE001  # kept, so that no group wraps it
                 failure = error
             finally:
-                server.should_exit = True
+                server.end()
     if failure is not None:
         raise failure

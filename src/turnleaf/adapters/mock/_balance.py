@@ -20,7 +20,7 @@ from turnleaf.core import (
     Turn,
     WeightSpan,
 )
-from turnleaf.gateway._probe import PROBE
+from turnleaf.gateway.engines import PROBE
 
 __all__ = ["LedgerReport", "Loss", "compare"]
 

@@ -47,6 +47,8 @@ _ADDED = (
     "<|file_sep|>",
 )
 _ADDED_BY_QWEN3 = ("<tool_response>", "</tool_response>", "<think>", "</think>")
+_FIRST_ADDED = 151643
+"""How many tokens the vocabulary has; the others' ids follow."""
 
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -127,6 +129,8 @@ def _configuration(family: Family) -> dict[str, dict[str, Any]]:
         "pad_token": "<|endoftext|>",
         "unk_token": None,
         "clean_up_tokenization_spaces": False,
+        # As the published files do: without it transformers reads all of tokenizer.json for it.
+        "added_tokens_decoder": _added_tokens(family),
     }
     generation_config = {"eos_token_id": [151645, 151643], "pad_token_id": 151643}
     return {
@@ -136,10 +140,24 @@ def _configuration(family: Family) -> dict[str, dict[str, Any]]:
     }
 
 
+def _added_tokens(family: Family) -> dict[int, dict[str, Any]]:
+    names = _SPECIAL + _ADDED + (_ADDED_BY_QWEN3 if family == "qwen3" else ())
+    return {
+        id_: {
+            "content": name,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": name in _SPECIAL,
+        }
+        for id_, name in enumerate(names, _FIRST_ADDED)
+    }
+
+
 def _tokenizer_json(family: Family) -> bytes:
     ranks = _ranks()
     merges = [pair for token, rank in ranks.items() if (pair := _merge_of(token, rank, ranks))]
-    names = _SPECIAL + _ADDED + (_ADDED_BY_QWEN3 if family == "qwen3" else ())
     byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -151,18 +169,7 @@ def _tokenizer_json(family: Family) -> bytes:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {
-                "id": len(ranks) + position,
-                "content": name,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": name in _SPECIAL,
-            }
-            for position, name in enumerate(names)
-        ],
+        "added_tokens": [{"id": id_, **token} for id_, token in _added_tokens(family).items()],
         "normalizer": {"type": "NFC"},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": byte_level,

@@ -38,8 +38,7 @@ from turnleaf.adapters.mock._scripted_sample import (
     stopped,
 )
 from turnleaf.core import ContractError, Speculation, TokenIds, WeightSpan
-from turnleaf.gateway._probe import PROBE
-from turnleaf.gateway.engines import wants_top_p_ids
+from turnleaf.gateway.engines import PROBE, wants_top_p_ids
 
 __all__ = ["ScriptedEngine", "Tokenizer"]
 

@@ -17,6 +17,7 @@ from turnleaf.core import (
 )
 
 __all__ = [
+    "PROBE",
     "Engine",
     "EngineLost",
     "EngineRefused",
@@ -29,6 +30,9 @@ __all__ = [
     "WantedExperts",
     "wants_top_p_ids",
 ]
+
+PROBE = "turnleaf-probe"
+"""The routing key of probes, which begins their rids too: what they sample is no rollout's."""
 
 
 class EngineUnavailable(EngineError):
