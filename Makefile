@@ -22,6 +22,9 @@ SLIME_IMPORTS = pillow pybase64 pylatexenc ray requests sympy tqdm wandb
 CLIENTS_OF_OPENAI3 = langchain langchain-openai litellm openai-agents pydantic-ai-slim smolagents
 CLIENTS = $(CLIENTS_OF_OPENAI3) strands-agents
 
+# What AgentCoreRuntimeApp and AgentCoreHttpSession must get on with.
+TOOLKIT = agentcore-rl-toolkit[core]
+
 # What a target of its own adds to an environment: see scripts/make-venv.
 PREFERRED =
 PACKAGES =
@@ -39,7 +42,7 @@ STAMP = $(VENV)/.made-under-$(subst $(SPACE),-,$(strip $(basename $(notdir $(CON
 
 export COVERAGE_FILE = $(VENV)/.coverage
 
-.PHONY: help venv test demo try lint benchmark math-agent clients-venv test-clients test-openai3 test-slime test-sglang clean
+.PHONY: help venv test demo try lint benchmark math-agent clients-venv test-clients test-openai3 test-interop test-slime test-sglang clean
 
 help:
 	@echo "make test          run the tests; core must be covered to 95 %"
@@ -50,6 +53,7 @@ help:
 	@echo "make benchmark     what a turn costs the gateway, and the public toolkit's; some ten minutes"
 	@echo "make test-clients  real agent clients (strands, langgraph, litellm, …) against the gateway"
 	@echo "make test-openai3  the tests that use openai, agent clients included, under openai 3"
+	@echo "make test-interop  agents and clients of agentcore-rl-toolkit, each with turnleaf's other side"
 	@echo "make test-slime    the tests of the slime hooks, on a checkout of slime: SLIME_DIR=…"
 	@echo "make test-sglang   the gateway on SGLang itself, without a GPU: log-probabilities, ledger, cache"
 	@echo "make venv          only set up the environment"
@@ -101,6 +105,10 @@ test-openai3:
 	$(MAKE) venv VENV=.venv-openai3 PACKAGES='$(CLIENTS_OF_OPENAI3)' \
 		OVERRIDES='constraints/openai3.txt constraints/clients.txt'
 	.venv-openai3/bin/python -m pytest -m openai_client $(PYTEST_ARGS)
+
+test-interop:
+	$(MAKE) venv VENV=.venv-interop OVERRIDES=constraints/interop.txt PACKAGES='$(TOOLKIT)'
+	.venv-interop/bin/python -m pytest tests/test_interop.py $(PYTEST_ARGS)
 
 test-slime:
 	@test -f '$(SLIME_DIR)/slime/rollout/sglang_rollout.py' || { \

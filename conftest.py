@@ -13,6 +13,9 @@ pytest_plugins = ["pytester"]
 
 # `make test-clients` and `make test-openai3` have environments with the agent clients.
 collect_ignore = [] if find_spec("smolagents") else ["docs/clients.md", "tests/test_clients.py"]
+# `make test-interop` has one with the toolkit.
+if not find_spec("agentcore_rl_toolkit"):
+    collect_ignore.append("tests/test_interop.py")
 # `make test-sglang` has an environment with the engine.
 if "TURNLEAF_SGLANG_PYTHON" not in os.environ:
     collect_ignore += ["tests/test_sglang_parsers.py", "tests/test_sglang_real.py"]

@@ -19,10 +19,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def agent_process(program: Path) -> Iterator[str]:
-    """Run `python program PORT` and yield its address once it answers `/ping`."""
+def agent_process(program: Path, *arguments: str) -> Iterator[str]:
+    """Run `python program … PORT` and yield its address once it answers `/ping`."""
     url = f"http://127.0.0.1:{(port := free_port())}"
-    command = [sys.executable, str(program), str(port)]
+    command = [sys.executable, str(program), *arguments, str(port)]
     with (
         httpx.Client(verify=False, trust_env=False) as http,
         subprocess.Popen(command, stderr=subprocess.DEVNULL) as process,

@@ -392,6 +392,14 @@ def streamed_replies(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
 
 
 payloads = st.dictionaries(st.text().filter(lambda key: key != "_config"), json_values, max_size=4)
+envelope_states = st.one_of(
+    st.fixed_dictionaries(
+        {"status": st.sampled_from(["in_progress", "interrupted", "not_found"])},
+    ),
+    st.fixed_dictionaries({"status": st.just("completed"), "result": json_values}),
+    st.fixed_dictionaries({"status": st.just("completed"), "error": st.text(max_size=20)}),
+)
+"""What a reply in the envelope of background invocations says, without version and id."""
 real_numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**40), 2**40)
 rewards = st.one_of(
     real_numbers.filter(lambda number: abs(number) <= float(np.finfo(np.float32).max)),
@@ -795,3 +803,40 @@ def sums() -> st.SearchStrategy[str]:
         return pairs | inner.map("({})".format) | inner.map("-({})".format)
 
     return st.recursive(numbers, combined, max_leaves=12).filter(lambda text: len(text) <= 200)
+
+
+_invocations = st.tuples(st.sampled_from("ab"), st.sampled_from(["i", "j"]))
+invocation_steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("start"), _invocations, st.integers(1, 3)),
+        st.tuples(st.just("get"), _invocations),
+        st.tuples(st.just("end"), _invocations, st.sampled_from(["result", "error"])),
+        st.just(("restart",)),
+    ),
+    max_size=15,
+)
+"""What happens to a few invocations, each a session's and an id: times: how many starts at once."""
+
+
+def _mutated(name: str, good: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    bad = st.sampled_from([None, True, 0, 1.0, "", "start", "ä", "a/b", [1], {"a": 1}])
+    return st.fixed_dictionaries({}, optional={name: st.one_of(good, good, good, bad)})
+
+
+@st.composite
+def runtime_requests(draw: st.DrawFn) -> dict[str, Any]:
+    """Payloads with an envelope of background invocations: good, and with something wrong."""
+    envelope: dict[str, Any] = {}
+    for name, good in [
+        ("version", st.just(1)),
+        ("operation", st.sampled_from(["start", "get"])),
+        ("invocation_id", st.sampled_from(["a", "b", "A-_9"])),
+    ]:
+        envelope |= draw(_mutated(name, good)) or {name: draw(good)}
+    if draw(st.booleans()):
+        envelope |= draw(_mutated("background", st.booleans()))
+    if draw(st.integers(0, 9)) == 0:
+        envelope["more"] = 1
+    fields = st.sampled_from(["prompt", "do", "_config", "invocation_id", "status", "version"])
+    values = st.one_of(st.none(), st.text(max_size=3), st.integers(0, 1), st.just({"api_key": "k"}))
+    return {**draw(st.dictionaries(fields, values, max_size=3)), "_agentcore_runtime": envelope}

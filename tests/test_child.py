@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from tests.waiting import until
+from tests.waiting import is_running, until
 from turnleaf.core import ContractError, GatewayError
 from turnleaf.gateway._child import child_process
 
@@ -62,15 +62,6 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    state = Path(f"/proc/{pid}/stat")  # a zombie has ended, whoever fails to collect it
-    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 async def test_a_child_is_configured_through_stdin_and_ends_with_its_context() -> None:

@@ -1,5 +1,6 @@
 """The demo with few rollouts and a hurried warm-up, but with all its processes."""
 
+import functools
 import io
 import json
 import os
@@ -11,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import anyio
 import attrs
 import numpy as np
 import pytest
@@ -19,7 +21,9 @@ from rich.console import Console
 
 from tests.gateway_stack import running_gateway
 from turnleaf.adapters.mock import (
+    AgentCoreLog,
     Counts,
+    DemoSession,
     Ledger,
     Policy,
     Recipe,
@@ -27,6 +31,8 @@ from turnleaf.adapters.mock import (
     run_demo,
     sequence_logprobs,
 )
+from turnleaf.adapters.mock._agentcore_payload import Payload
+from turnleaf.adapters.mock._demo_sessions import session_problems
 from turnleaf.adapters.mock._demo_summary import Tally
 from turnleaf.adapters.mock.demo_agent import run
 from turnleaf.cli import main
@@ -206,11 +212,42 @@ class Watcher:
         self.numbers.append(reward)
 
 
-@pytest.mark.anyio
-async def test_without_a_learning_rate_nothing_is_learned(tmp_path: Path) -> None:
-    watcher = Watcher()
+@attrs.frozen
+class Control:
+    """What came of a run that learns nothing, with its agent on an emulated AgentCore Runtime."""
+
+    folder: Path
+    summary: Summary
+    watcher: Watcher
+    log: AgentCoreLog
+
+
+@pytest.fixture(scope="module")
+def control(tmp_path_factory: pytest.TempPathFactory) -> Control:
+    folder, watcher = tmp_path_factory.mktemp("control"), Watcher()
+    logs = []
+
+    def problems(log: AgentCoreLog, rollouts: int) -> list[str]:
+        logs.append(log)
+        return session_problems(log, rollouts)
+
     recipe = attrs.evolve(HURRIED, warm_up_updates=20, steps=1, learning_rate=0.0)
-    summary = await run_demo(recipe, seed=1, folder=tmp_path, watcher=watcher)
+    run = functools.partial(
+        run_demo, recipe, seed=1, folder=folder, watcher=watcher, session=DemoSession.AGENTCORE
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("turnleaf.adapters.mock._demo_sessions.session_problems", problems)
+        patch.setenv("AWS_PROFILE", "of-the-user")
+        patch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+        summary = anyio.run(run)
+        assert os.environ["AWS_PROFILE"] == "of-the-user"
+        assert "AWS_ACCESS_KEY_ID" not in os.environ
+    [log] = logs
+    return Control(folder, summary, watcher, log)
+
+
+def test_without_a_learning_rate_nothing_is_learned(control: Control) -> None:
+    summary, watcher = control.summary, control.watcher
     assert summary.problems == []
     assert summary.accuracy_before == summary.accuracy_after
     assert watcher.numbers == [
@@ -218,7 +255,7 @@ async def test_without_a_learning_rate_nothing_is_learned(tmp_path: Path) -> Non
         *summary.rewards,
         summary.accuracy_after,
     ]
-    weights = [Policy.load(path).vector for path in (tmp_path / "weights").iterdir()]
+    weights = [Policy.load(path).vector for path in (control.folder / "weights").iterdir()]
     assert len(weights) == 2
     np.testing.assert_array_equal(*weights)
     assert watcher.phases == [
@@ -229,6 +266,12 @@ async def test_without_a_learning_rate_nothing_is_learned(tmp_path: Path) -> Non
         ("check", 1),
     ]
     assert watcher.done == dict(watcher.phases)
+
+
+def test_each_rollout_has_a_session_of_agentcore_that_is_stopped(control: Control) -> None:
+    assert control.summary.counts.failures == 0
+    assert len(control.log.sessions) == 4 * 4 + 2 * HURRIED.held_out
+    assert {session.how for session in control.log.sessions} == {"stopped"}
 
 
 @pytest.mark.anyio
@@ -247,6 +290,21 @@ async def test_a_part_that_breaks_down_ends_the_demo(tmp_path: Path) -> None:
 
 def is_agent(pid: int) -> bool:
     return b"demo_agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_sessions_that_were_left_and_rollouts_that_did_not_run_are_problems() -> None:
+    log = AgentCoreLog()
+    for number in range(2):
+        session = log.session_started(f"session-{number}")
+        invocation = log.invoked(session.id, Payload.read(b"{}"))
+        invocation.session, invocation.executed = session.number, True
+    log.stop_requested("session-0", "stopped")
+    assert session_problems(log, 2) == ["the session session-1 was not stopped"]
+    log.stop_requested("session-1", "stopped")
+    assert session_problems(log, 2) == []
+    assert session_problems(log, 3) == ["3 rollouts ran the agent 2 times in 2 sessions"]
+    invocation.session = 0
+    assert session_problems(log, 2) == ["2 rollouts ran the agent 2 times in 1 sessions"]
 
 
 def children(pid: int) -> list[int]:
@@ -396,6 +454,24 @@ def test_a_token_that_is_not_accounted_for_fails_the_demo(
     code, _ = shown(monkeypatch, tmp_path, summary(problems=["call 7: trained again"]))
     assert code == 1
     assert capsys.readouterr().err == "turnleaf demo: call 7: trained again\n"
+
+
+@pytest.mark.parametrize("session", DemoSession)
+def test_the_kind_of_session_is_an_option(
+    session: DemoSession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[DemoSession] = []
+
+    async def pretended(*_: object, session: DemoSession, **__: object) -> Summary:
+        asked.append(session)
+        return summary()
+
+    monkeypatch.setattr("turnleaf.cli._demo.run_demo", pretended)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exited:
+        main(["demo", "--session", session.value])
+    assert exited.value.code == 0
+    assert asked == [session]
 
 
 @pytest.mark.parametrize("rate", ["nan", "inf"])

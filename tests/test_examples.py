@@ -1,12 +1,15 @@
 """The examples as their readers run them, through every part of a rollout."""
 
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.agent_process import agent_process
+from tests.envelope import Asking, get, start, state
 from tests.gateway_stack import Stack, running_gateway, tokenizer
 from turnleaf.core import Background, Rollout, run_rollout
 from turnleaf.sessions import session_factory
@@ -64,6 +67,25 @@ async def test_the_calculator_behind_http() -> None:
             failed = await rolled_out(stack, {}, backend="turnleaf.sessions.HttpSession", url=url)
             assert (failed.status, failed.cause) == ("failed", "agent")
             assert "KeyError" in str(failed.error) or "prompt" in str(failed.error)
+
+
+async def test_the_calculator_in_the_background() -> None:
+    with agent_process(EXAMPLES / "runtime_agent" / "agent.py") as url:
+        async with running_gateway(REPLIES) as stack:
+            # Without the envelope it is an app like any other.
+            rollout = await rolled_out(stack, SUM, backend="turnleaf.sessions.HttpSession", url=url)
+            assert (rollout.status, rollout.reward) == ("completed", 1.0)
+        async with (
+            running_gateway(REPLIES) as stack,
+            httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client,
+        ):
+            ask, key = Asking(client), await stack.open()
+            config = {"base_url": key.base_url, "model_id": "model", "api_key": key.secret}
+            payload = start(payload={**SUM, "_config": config}, background=True)
+            session_id = uuid.uuid4().hex
+            assert await ask(payload, session_id) == state("in_progress")
+            assert (await ask(get(wait=60), session_id))["result"]["reward"] == 1.0
+            assert len((await stack.close(key)).leaves()) == 1
 
 
 async def test_an_agent_that_scores_itself_by_its_trajectory() -> None:

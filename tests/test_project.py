@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = sorted((ROOT / "constraints").glob("*.txt"))
-ADDITIONS = {"clients.txt", "openai3.txt", "test-slime.txt"}
+ADDITIONS = {"clients.txt", "interop.txt", "openai3.txt", "test-slime.txt"}
 APART = {"sglang.txt"}
 COMPLETE = [path for path in CONSTRAINTS if path.name not in ADDITIONS | APART]
 

@@ -812,7 +812,7 @@ async def test_a_contract_error_is_raised_bare_after_the_key_is_closed(
             await play(gateway, session, background)
         assert type(raised.value) is SettingsError
         assert gateway.no_key_is_open()
-        assert len(gateway.closed) == 1
+        assert len(gateway.closed) == (session is not refuse)
 
 
 async def test_a_contract_error_leaves_the_background_bare() -> None:
@@ -1042,6 +1042,106 @@ async def test_an_abort_while_waiting_for_the_start_starts_nothing() -> None:
     assert [rollout.status for rollout in rollouts] == ["aborted", "aborted"]
     assert all(rollout.timings.started_at is None for rollout in rollouts)
     assert (gateway.opened, sessions.entered) == ({}, 0)
+
+
+@attrs.define(eq=False)
+class RoomySessions(Sessions):
+    """Sessions whose side takes `places` at a time."""
+
+    places: anyio.Semaphore = attrs.field(factory=lambda: anyio.Semaphore(1))
+
+    def __call__(self) -> Session:
+        session = RoomySession(self)
+        session.place = self.places
+        return session
+
+
+@attrs.define(eq=False)
+class RoomySession(Session):
+    place: anyio.Semaphore = attrs.field(init=False)
+
+    def room(self) -> anyio.Semaphore:
+        return self.place
+
+
+async def test_waiting_for_room_is_not_the_rollouts_time() -> None:
+    gateway, sessions = MemoryGateway(), RoomySessions(answering({}))
+    rollouts = []
+    sessions.places.acquire_nowait()
+    async with Background() as background, anyio.create_task_group() as tasks:
+
+        async def one() -> None:
+            rollouts.append(await play(gateway, sessions, background, max_rollout_time=0.2))
+
+        tasks.start_soon(one)
+        await anyio.sleep(0.4)
+        assert (gateway.opened, sessions.entered) == ({}, 0)
+        sessions.places.release()
+    (rollout,) = rollouts
+    assert rollout.status == "completed"
+    assert rollout.timings.waited > 0.4
+    assert rollout.timings.session < 0.2
+    assert sessions.places.value == 1
+
+
+async def test_who_waits_for_room_holds_up_no_start_of_another() -> None:
+    gateway, start_rate = MemoryGateway(), StartRate(0.001)
+    full, free = RoomySessions(answering({})), RoomySessions(answering({}))
+    full.places.acquire_nowait()
+    async with Background() as background, anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: play(gateway, full, background, start_rate=start_rate))
+        await anyio.wait_all_tasks_blocked()
+        with anyio.fail_after(5):
+            rollout = await play(gateway, free, background, start_rate=start_rate)
+        assert rollout.status == "completed"
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("way", ["abort", "cancellation"])
+async def test_who_leaves_while_waiting_for_room_takes_none(way: str) -> None:
+    abort, gateway, sessions = anyio.Event(), MemoryGateway(), RoomySessions(hanging)
+    sessions.places.acquire_nowait()
+    rollouts = []
+    async with Background() as background, anyio.create_task_group() as tasks:
+
+        async def one() -> None:
+            rollouts.append(await play(gateway, sessions, background, abort=abort))
+
+        tasks.start_soon(one)
+        await anyio.wait_all_tasks_blocked()
+        abort.set() if way == "abort" else tasks.cancel_scope.cancel()
+    sessions.places.release()
+    assert [rollout.status for rollout in rollouts] == ["aborted"] * (way == "abort")
+    assert all(rollout.timings.started_at is None for rollout in rollouts)
+    assert (gateway.opened, sessions.entered, sessions.places.value) == ({}, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("agent", "on_open", "status"),
+    [
+        (raising(AgentError("a")), nothing, "failed"),
+        (hanging, nothing, "timed_out"),
+        (hanging, failing(GatewayError, "g"), "failed"),
+    ],
+)
+async def test_room_is_given_back_however_a_rollout_ends(
+    agent: Agent, on_open: Hook, status: str
+) -> None:
+    gateway, sessions = MemoryGateway(on_open=on_open), RoomySessions(agent)
+    async with Background() as background:
+        rollout = await play(gateway, sessions, background, max_rollout_time=0.05)
+    assert rollout.status == status
+    assert (sessions.running, sessions.places.value) == (0, 1)
+
+
+async def test_room_that_cannot_be_had_fails_the_rollout_before_a_key_is_opened() -> None:
+    gateway, sessions = MemoryGateway(), RoomySessions(hanging)
+    sessions.places = object()  # type: ignore[assignment]
+    async with Background() as background:
+        rollout = await play(gateway, sessions, background)
+    assert (rollout.status, rollout.cause) == ("failed", "infrastructure")
+    assert rollout.timings.started_at is None
+    assert gateway.opened == {}
 
 
 async def test_cancellation_passes_at_once_and_cleans_up_behind() -> None:

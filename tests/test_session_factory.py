@@ -102,11 +102,7 @@ HTTP = "turnleaf.sessions.HttpSession"
         (
             {"backend": "turnleaf.sessions.HtpSession"},
             r"turnleaf\.sessions has no 'HtpSession'; did you mean 'HttpSession'\? "
-            r"It has HttpSession, LocalSession\.",
-        ),
-        (
-            {"backend": "turnleaf.sessions.AgentCoreHttpSession"},
-            r"turnleaf\.sessions has no 'AgentCoreHttpSession'.* It has HttpSession, LocalSession",
+            r"It has AgentCoreHttpSession, HttpSession, LocalSession\.",
         ),
         ({"backend": "turnleaf.sessions"}, "is a module, not a class"),
         ({"backend": f"{HERE}.a_function"}, "is a function, not a class"),
@@ -146,11 +142,20 @@ def test_a_setting_of_the_backend_is_a_settings_error():
         session_factory({"backend": OWN})
 
 
-def test_without_aiohttp_the_extra_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "turnleaf.sessions._http", raising=False)
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'turnleaf\[gateway\]'"):
-        session_factory({"backend": HTTP, "url": "http://127.0.0.1:8080"})
+@pytest.mark.parametrize(
+    ("name", "module", "needed", "extra"),
+    [
+        ("HttpSession", "_http", "aiohttp", "gateway"),
+        ("AgentCoreHttpSession", "_agentcore", "boto3", "agentcore"),
+    ],
+)
+def test_without_what_a_session_needs_the_extra_is_named(monkeypatch, name, module, needed, extra):
+    for loaded in [one for one in sys.modules if one.startswith(f"turnleaf.sessions.{module}")]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.delitem(sys.modules, "turnleaf.sessions._invocation", raising=False)
+    monkeypatch.setitem(sys.modules, needed, None)
+    with pytest.raises(MissingExtraError, match=rf"{name} .*pip install 'turnleaf\[{extra}\]'"):
+        session_factory({"backend": f"turnleaf.sessions.{name}"})
 
 
 def test_an_unknown_name_of_the_package_is_an_attribute_error():
@@ -158,11 +163,12 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error():
         from turnleaf.sessions import NoSuchSession  # noqa: F401
 
 
-def test_aiohttp_is_loaded_on_first_use_only():
+def test_what_a_session_needs_is_loaded_on_first_use_only():
     program = (
         "import sys, turnleaf.sessions, turnleaf.agent\n"
-        "assert 'aiohttp' not in sys.modules\n"
-        "turnleaf.sessions.HttpSession\n"
-        "assert 'aiohttp' in sys.modules\n"
+        "for name, needed in (('HttpSession', 'aiohttp'), ('AgentCoreHttpSession', 'boto3')):\n"
+        "    assert needed not in sys.modules\n"
+        "    getattr(turnleaf.sessions, name)\n"
+        "    assert needed in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

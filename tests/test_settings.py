@@ -361,9 +361,8 @@ def test_a_session_backend_names_a_class(backend: object) -> None:
 
 
 def documented() -> dict[str, tuple[str, str]]:
-    rows = re.findall(
-        r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \| .+ \|$", DOCUMENT.read_text(), re.MULTILINE
-    )
+    settings = DOCUMENT.read_text().partition("\n## ")[0]
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \| .+ \|$", settings, re.MULTILINE)
     return {name: (kind, default) for name, kind, default in rows}
 
 

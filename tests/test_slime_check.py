@@ -112,7 +112,11 @@ def test_a_valid_configuration_makes_sessions():
         ({"TPS_LIMIT": 1}, "unknown setting 'TPS_LIMIT'", "is 'tps_limit' meant"),
         ({"tps-limit": 1}, "unknown setting 'tps-limit'", "is 'tps_limit' meant"),
         ({"acr_timeout": 900}, "'acr_timeout' is of agentcore-rl-toolkit", "max_rollout_time"),
-        ({"agent_runtime_arn": "arn:"}, "'agent_runtime_arn' is of", "AgentCore Runtime are to"),
+        (
+            {"agent_runtime_arn": "arn:"},
+            "'agent_runtime_arn' is of",
+            "write agentcore_runtime_arn below",
+        ),
         ({"s3_bucket": "b"}, "'s3_bucket' is of agentcore-rl-toolkit", "leave it out"),
         ({"tps_limits": 1}, "unknown setting 'tps_limits'", "is 'tps_limit' meant"),
         ({"turnleef": {}}, "unknown setting 'turnleef'", "is 'turnleaf' meant"),
@@ -164,27 +168,25 @@ def test_slimes_own_arguments_are_only_mentioned(name):
 
 
 @pytest.mark.parametrize(
-    ("arn", "fault"),
+    ("arn", "is_one"),
     [
-        ("arn:aws:bedrock-agentcore:us-west-2:123456789012:runtime/my_agent-a1B2c3D4e5", None),
-        ("arn:aws-cn:bedrock-agentcore:cn-north-1:123456789012:runtime/a-a1B2c3D4e5", None),
-        ("arn:aws:bedrock-agentcore:<region>:<account-id>:runtime/<name>-<id>", "the example's"),
-        ("arn:aws:bedrock-agentcore:us-west-2:123456789012:memory/a-a1B2c3D4e5", "is not the ARN"),
-        ("my_agent-a1B2c3D4e5", "is not the ARN"),
-        (None, "is not the ARN"),
+        ("arn:aws-cn:bedrock-agentcore:cn-north-1:123456789012:runtime/a-a1B2c3D4e5", True),
+        ("arn:aws:bedrock-agentcore:<region>:<account-id>:runtime/<name>-<id>", False),
+        (None, False),
     ],
 )
-def test_a_runtime_that_is_none_is_found(arn, fault):
-    backend = {"backend": "turnleaf.sessions.HttpSession", "agentcore_runtime_arn": arn}
-    found = [finding.text for finding in findings(rollout_session_backend=backend)]
-    faults = [text for text in found if "agentcore_runtime_arn " in text]
-    assert [fault in text for text in faults] == ([] if fault is None else [True])
+def test_a_runtime_that_is_none_is_found(arn, is_one):
+    path = "turnleaf.sessions.AgentCoreHttpSession"
+    [found] = findings(rollout_session_backend={"backend": path, "agentcore_runtime_arn": arn})
+    assert found.verdict == ("good" if is_one else "bad")
+    assert ("give the ARN of an AgentCore runtime" in found.text) is not is_one
 
 
 def test_the_toolkits_session_class_is_recognised():
     path = "agentcore_rl_toolkit.rollout_session.agentcore_http_session.AgentCoreHttpSession"
     [found] = findings(rollout_session_backend={"backend": path})
     assert "there is no module 'agentcore_rl_toolkit'" in found.text
+    assert "turnleaf.sessions.AgentCoreHttpSession" in found.remedy
     assert "docs/from-agentcore-rl-toolkit.md" in found.remedy
 
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from turnleaf import __version__
-from turnleaf.adapters.mock import Recipe
+from turnleaf.adapters.mock import DemoSession, Recipe
 from turnleaf.cli._document import document
 from turnleaf.cli._leaving import leave
 from turnleaf.cli._notes import notes, unreachable
@@ -170,6 +170,13 @@ def train_demo(
     learning_rate: Annotated[
         float, typer.Option(metavar="RATE", min=0.0, help="0 trains nothing: a control.")
     ] = Recipe().learning_rate,
+    session: Annotated[
+        DemoSession,
+        typer.Option(
+            help="What the agent runs in: agentcore is an emulated AgentCore Runtime, through "
+            "boto3 (the extra agentcore).",
+        ),
+    ] = DemoSession.HTTP,
     json_output: Annotated[
         bool,
         typer.Option("--json", help="Print the summary as one JSON object; progress on stderr."),
@@ -190,7 +197,7 @@ def train_demo(
         # Late: the other commands need nothing of it.
         from turnleaf.cli._demo import demo
 
-        return demo(recipe, seed, service, stdout, as_json=json_output)
+        return demo(recipe, seed, service, stdout, as_json=json_output, session=session)
 
     _carry_out("demo", work)
 

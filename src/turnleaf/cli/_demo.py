@@ -10,7 +10,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 
-from turnleaf.adapters.mock import Recipe, Summary, run_demo
+from turnleaf.adapters.mock import DemoSession, Recipe, Summary, run_demo
 from turnleaf.cli._demo_screen import LiveScreen, PlainLines
 from turnleaf.cli._stdout import write
 from turnleaf.core import ContractError, Service
@@ -20,7 +20,15 @@ __all__ = ["demo"]
 RUNS = Path("runs")
 
 
-def demo(recipe: Recipe, seed: int, service: Service, stdout: TextIO, *, as_json: bool) -> int:
+def demo(
+    recipe: Recipe,
+    seed: int,
+    service: Service,
+    stdout: TextIO,
+    *,
+    as_json: bool,
+    session: DemoSession = DemoSession.HTTP,
+) -> int:
     """Run it and print what came of it; returns the exit code: 1 when something does not add up.
 
     With `as_json` stdout gets the summary alone, and its progress is on stderr.
@@ -31,7 +39,9 @@ def demo(recipe: Recipe, seed: int, service: Service, stdout: TextIO, *, as_json
     told = sys.stderr if as_json else stdout
     console = Console(file=told, highlight=False)
     screen = LiveScreen(console, recipe) if console.is_terminal else PlainLines(told)
-    run = functools.partial(run_demo, recipe, seed=seed, folder=folder, watcher=screen)
+    run = functools.partial(
+        run_demo, recipe, seed=seed, folder=folder, watcher=screen, session=session
+    )
     with screen:
         summary = service.call(run)
     if as_json:

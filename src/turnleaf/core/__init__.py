@@ -2,7 +2,7 @@
 
 from turnleaf.core._advantages import ESTIMATORS, group_advantages
 from turnleaf.core._background import Background
-from turnleaf.core._described import described, excerpt, unwrapped
+from turnleaf.core._described import described, excerpt, hidden, unwrapped
 from turnleaf.core._errors import *  # noqa: F403  # the error tree is public as a whole
 from turnleaf.core._errors import __all__ as _errors
 from turnleaf.core._exchange import MAX_NESTING, checked_payload, nesting_exceeds
@@ -12,7 +12,13 @@ from turnleaf.core._rollout import Rollout, RolloutTimings, run_rollout
 from turnleaf.core._service import Service
 from turnleaf.core._settings import Settings
 from turnleaf.core._start_rate import StartRate
-from turnleaf.core._tasks import cancel_and_wait, is_interrupt, start_task, wait_for_first
+from turnleaf.core._tasks import (
+    cancel_and_wait,
+    is_cancelled,
+    is_interrupt,
+    start_task,
+    wait_for_first,
+)
 from turnleaf.core._trajectory import Leaf, Place, Trajectory
 from turnleaf.core._turn import (
     Exclusion,
@@ -60,8 +66,10 @@ __all__ = [
     "described",
     "excerpt",
     "group_advantages",
-    "nesting_exceeds",
+    "hidden",
+    "is_cancelled",
     "is_interrupt",
+    "nesting_exceeds",
     "reward_number",
     "run_rollout",
     "start_task",

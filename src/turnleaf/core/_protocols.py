@@ -31,7 +31,10 @@ class RolloutSession(Protocol):
     """Where one rollout's agent executes: an async context manager around `run`.
 
     Leaving it stops the remote side, always: after success, failure and cancellation. A session
-    that has a name of its own, by which its remote side can be found, has it as `session_id`.
+    that has a name of its own, by which its remote side can be found, has it as `session_id`. One
+    whose remote side takes a limited number has `room()`: an async context manager that waits for
+    room when it is entered, before the rollout's time begins, and gives it back when it is left,
+    after the session is. Waiting for room may be cancelled.
     """
 
     async def __aenter__(self) -> Self: ...

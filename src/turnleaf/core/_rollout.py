@@ -51,9 +51,9 @@ Ours = TypeVar("Ours", bound=ContractError | RolloutError | GatewayError)
 class RolloutTimings:
     """Where a rollout's time went; seconds.
 
-    waited: for its turn to start. started_at: Unix time of the start, None if it never started.
-    session: from the start until the agent's result, or until it was cut off. closing: until the
-    gateway had handed over the trajectory.
+    waited: for room and for its turn to start. started_at: Unix time of the start, None if it
+    never started. session: from the start until the agent's result, or until it was cut off.
+    closing: until the gateway had handed over the trajectory.
     """
 
     waited: float = 0.0
@@ -133,7 +133,8 @@ async def run_rollout(
     payload: the row's JSON object; the agent gets a copy of it with `_config` added.
     session: makes the session, which is always left again. sampling: the trainer's parameters, in
         SGLang's names. name: names the rollout in logs, errors and at the engine; not secret.
-    max_rollout_time: seconds from the start on; waiting for `start_rate` is not counted.
+    max_rollout_time: seconds from the start on; waiting for room, where the session has to, and
+        then for `start_rate` is not counted.
     abort: the trainer's signal. On it, as on a timeout, the key is closed and the Rollout, with
         the turns captured until then, returned at once.
 
@@ -152,22 +153,15 @@ async def run_rollout(
     except PayloadError as error:
         logger.warning("%s", error)
         return attrs.evolve(unstarted, error=error)
-    abort = anyio.Event() if abort is None else abort
-    begun = anyio.current_time()
-    if start_rate is not None:
-        await wait_for_first(start_rate.wait, abort.wait)
-    timings = RolloutTimings(waited=anyio.current_time() - begun)
-    if abort.is_set():
-        aborted = RolloutAborted(f"{name}: aborted before it started")
-        return attrs.evolve(unstarted, status="aborted", error=aborted, timings=timings)
     run = _Run(
-        rollout=attrs.evolve(unstarted, timings=timings),
+        rollout=unstarted,
         payload=checked,
         session=session,
         gateway=gateway,
         model_id=model_id,
         max_rollout_time=max_rollout_time,
-        abort=abort,
+        start_rate=start_rate,
+        abort=anyio.Event() if abort is None else abort,
     )
 
     async def conduct() -> None:
@@ -199,35 +193,36 @@ class _Run:
     gateway: Gateway
     model_id: str
     max_rollout_time: float
+    start_rate: StartRate | None
     abort: anyio.Event
     ended: anyio.Event = attrs.field(init=False, factory=anyio.Event)
     ending: Rollout | ContractError | None = attrs.field(init=False, default=None)
     unwanted: anyio.Event = attrs.field(init=False, factory=anyio.Event)
 
     async def conduct(self, *, sampling: Mapping[str, Any], purpose: Purpose) -> None:
-        """Open the key, wait for the session, a signal or the clock, close the key.
+        """Wait for the start, open the key, wait for the session, a signal or the clock, close it.
 
         Returns when the session is left; `ended` is set before that.
         """
-        started, secret = anyio.current_time(), ""
-        self._note(started_at=time.time())
+        attendance, key = Attendance(self.rollout.name, self.session), None
         try:
             try:
-                key = await self._open(sampling=sampling, purpose=purpose)
-            except (ContractError, GatewayError) as error:
-                self._end(error)
-                return
-            secret = key.secret
-            request = with_config(self.payload, key=key, model_id=self.model_id)
-            attendance = Attendance(self.rollout.name, self.session, request, secret)
-            try:
-                outcome = await self._attended(attendance, started=started, secret=secret)
-            except BaseException as error:
-                if is_interrupt(error):
-                    raise
-                outcome = self._broken(error, secret)
-            # The key goes first, so that calls in flight end as aborted, not as abandoned.
-            try:
+                if not await self._may_start(attendance):
+                    return
+                started = anyio.current_time()
+                self._note(started_at=time.time())
+                try:
+                    key = await self._open(sampling=sampling, purpose=purpose)
+                except (ContractError, GatewayError) as error:
+                    self._end(error)
+                    return
+                try:
+                    outcome = await self._attended(attendance, key, started=started)
+                except BaseException as error:
+                    if is_interrupt(error):
+                        raise
+                    outcome = self._broken(error, key.secret)
+                # The key goes first, so that calls in flight end as aborted, not as abandoned.
                 await self._close(key, outcome, aborted=not attendance.settled.is_set())
             finally:
                 await attendance.dismiss()
@@ -235,20 +230,39 @@ class _Run:
             if is_interrupt(error):
                 raise
             if self.ending is None:
-                self._end(self._broken(error, secret))
+                self._end(self._broken(error, "" if key is None else key.secret))
         finally:
             self.ended.set()
 
-    async def _attended(
-        self, attendance: Attendance, *, started: float, secret: str
-    ) -> Rollout | ContractError:
+    async def _may_start(self, attendance: Attendance) -> bool:
+        """Wait for room and for the turn to start; False when the rollout has ended before."""
+        begun = anyio.current_time()
         if not self._cut_off():
             attendance.start()
+            await wait_for_first(attendance.admitted.wait, self.abort.wait, self.unwanted.wait)
+        # Room first: who waits for it must not hold up the starts of others, nor save up its own.
+        if self.start_rate is not None and not (self._cut_off() or attendance.settled.is_set()):
+            await wait_for_first(self.start_rate.wait, self.abort.wait, self.unwanted.wait)
+        self._note(waited=anyio.current_time() - begun)
+        if self._cut_off():
+            error = RolloutAborted(f"{self.rollout.name}: aborted before it started")
+            self.ending = attrs.evolve(self.rollout, status="aborted", error=error)
+            self.ended.set()
+        elif attendance.settled.is_set():
+            self._end(self._outcome(attendance, secret=""))
+        return self.ending is None
+
+    async def _attended(
+        self, attendance: Attendance, key: Key, *, started: float
+    ) -> Rollout | ContractError:
+        if not self._cut_off():
+            request = with_config(self.payload, key=key, model_id=self.model_id)
+            attendance.begin(request, secret=key.secret)
         with anyio.CancelScope(deadline=started + self.max_rollout_time):
             await wait_for_first(attendance.settled.wait, self.abort.wait, self.unwanted.wait)
         self._note(session=anyio.current_time() - started)
         self.rollout = attrs.evolve(self.rollout, session_id=attendance.session_id)
-        return self._outcome(attendance, secret=secret)
+        return self._outcome(attendance, secret=key.secret)
 
     def _broken(self, error: BaseException, secret: str) -> Rollout:
         """The rollout that ended in a way that nobody foresaw, or in the end of the background."""

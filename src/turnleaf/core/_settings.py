@@ -55,7 +55,8 @@ def _ending_in_v1(value: object) -> str:
 def _session_without_module(value: Any) -> str:
     backend = value.get("backend") if isinstance(value, Mapping) else value
     named = backend if isinstance(backend, str) else ""
-    near = difflib.get_close_matches(named, ("HttpSession", "LocalSession"), n=1)
+    ours = ("AgentCoreHttpSession", "HttpSession", "LocalSession")
+    near = difflib.get_close_matches(named, ours, n=1)
     return f"; did you mean turnleaf.sessions.{near[0]}?" if near else ""
 
 

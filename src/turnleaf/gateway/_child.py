@@ -5,7 +5,7 @@ in an argument or the environment. It answers with one line of JSON on stdout: w
 needs to know once it is ready, or `{"error": message}`. From then on its stdout is its stderr,
 which is the parent's. It ends when its stdin does, which also happens when the parent is killed.
 
-The parent's side is `child_process`; the other functions are the child's.
+The parent's side is `child_process` and `ended`; the other functions are the child's.
 """
 
 import json
@@ -30,6 +30,7 @@ __all__ = [
     "announce",
     "announce_error",
     "child_process",
+    "ended",
     "read_config",
     "until_stdin_closes",
 ]
@@ -65,7 +66,7 @@ class Child:
 
     async def wait(self) -> int:
         """Wait until it ends, and return its exit code."""
-        return await _ended(self._process)
+        return await ended(self._process)
 
 
 @asynccontextmanager
@@ -115,7 +116,7 @@ async def _start(
         raise GatewayError(f"{module} was not ready within {ready_timeout:g} s") from None
     if ready is None:
         with anyio.move_on_after(_DEATH_GRACE):
-            await _ended(process)
+            await ended(process)
         raise GatewayError(
             f"{module} ended before it was ready (exit code {process.poll()}); "
             "its log on stderr says why"
@@ -150,7 +151,7 @@ def _greeted(process: "subprocess.Popen[bytes]", module: str, line: bytes) -> di
         logger.info("%s wrote: %s", module, said.decode(errors="replace").strip())
 
 
-async def _ended(process: "subprocess.Popen[bytes]") -> int:
+async def ended(process: "subprocess.Popen[bytes]") -> int:
     """Wait until the process ends, and return its exit code."""
     try:
         descriptor = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
@@ -183,7 +184,7 @@ async def _end(process: "subprocess.Popen[bytes]", module: str) -> None:
         (math.inf, process.kill),
     ):
         with anyio.move_on_after(grace):
-            await _ended(process)
+            await ended(process)
             break
         logger.warning("%s (process %d) does not end: %s", module, process.pid, end.__name__)
         end()

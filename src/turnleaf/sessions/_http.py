@@ -1,26 +1,14 @@
 """An agent behind an address that takes `POST /invocations`."""
 
 import io
-import json
-import math
-import uuid
-from collections.abc import Mapping
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 import aiohttp
 import anyio
 
-from turnleaf.core import (
-    AgentError,
-    BadResultError,
-    PayloadError,
-    SessionBusy,
-    SessionError,
-    SettingsError,
-    described,
-)
-from turnleaf.sessions._events import EventTooLarge, LastEvent
+from turnleaf.core import AgentError, SessionBusy, SessionError, SettingsError
+from turnleaf.sessions._exchange import ACCEPT, Result, encoded, new_session_id, positive
 from turnleaf.sessions._reaching import is_nameless, reason
 from turnleaf.sessions._reporting import BODY_BYTES, Redaction, kind_of
 
@@ -54,12 +42,13 @@ class HttpSession:
         max_response_bytes: int = 16 * 1024 * 1024,
     ) -> None:
         self._url = _invocations_url(url)
-        self._timeout = _positive("timeout", timeout)
-        self._connect_timeout = _positive("connect_timeout", connect_timeout)
-        self._max_response_bytes = int(_positive("max_response_bytes", max_response_bytes))
+        self._timeout = positive("HttpSession", "timeout", timeout)
+        self._connect_timeout = positive("HttpSession", "connect_timeout", connect_timeout)
+        self._max_response_bytes = int(
+            positive("HttpSession", "max_response_bytes", max_response_bytes)
+        )
         self._client: aiohttp.ClientSession | None = None
-        # Sent as AgentCore's session id, which has 33 to 100 characters.
-        self.session_id = f"turnleaf-{uuid.uuid4().hex}"
+        self.session_id = new_session_id()
         """Names the session to the agent; not secret."""
 
     async def __aenter__(self) -> Self:
@@ -94,14 +83,14 @@ class HttpSession:
             raise RuntimeError("an HttpSession runs agents inside `async with` only")
         redaction = Redaction.of(payload)
         headers = {
-            "Accept": "application/json, text/event-stream",
+            "Accept": ACCEPT,
             "Accept-Encoding": "identity",
             "Content-Type": "application/json",
             SESSION_HEADER: self.session_id,
         }
         try:
             async with self._client.post(
-                self._url, data=_encoded(payload), headers=headers, allow_redirects=False
+                self._url, data=io.BytesIO(encoded(payload)), headers=headers, allow_redirects=False
             ) as response:
                 result: dict[str, Any] = await self._result(response, redaction)
                 return result
@@ -112,36 +101,12 @@ class HttpSession:
     async def _result(self, response: aiohttp.ClientResponse, redaction: Redaction) -> Any:
         if not 200 <= response.status < 300:
             raise await self._refusal(response, redaction)
-        if response.content_type == "text/event-stream":
-            result = _parsed(await self._last_event(response), redaction)
-            if isinstance(result, dict) and {"error", "error_type", "message"} <= result.keys():
-                text = redaction.text(f"{result['error_type']}: {result['error']}")
-                raise AgentError(f"the agent raised {text}")
-            return result
-        return _parsed(await self._body(response), redaction)
-
-    async def _body(self, response: aiohttp.ClientResponse) -> bytes:
-        body = bytearray()
-        async for piece in response.content.iter_any():
-            body += piece
-            if len(body) > self._max_response_bytes:
-                raise self._too_large()
-        return bytes(body)
-
-    async def _last_event(self, response: aiohttp.ClientResponse) -> bytes:
-        event = LastEvent(max_bytes=self._max_response_bytes)
-        try:
-            async for piece in response.content.iter_any():
-                event.feed(piece)
-            return event.finish() or b""
-        except EventTooLarge:
-            raise self._too_large() from None
-
-    def _too_large(self) -> BadResultError:
-        return BadResultError(
-            f"the agent's result exceeds {self._max_response_bytes} bytes; return less, or raise "
-            "the backend's max_response_bytes"
+        result = Result(
+            response.content_type, max_bytes=self._max_response_bytes, redaction=redaction
         )
+        async for piece in response.content.iter_any():
+            result.feed(piece)
+        return result.finish()
 
     async def _refusal(
         self, response: aiohttp.ClientResponse, redaction: Redaction
@@ -204,25 +169,3 @@ def _invocations_url(url: object) -> str:
     if not valid or url.split() != [url]:
         raise SettingsError(f"HttpSession: url {url!r} is not the address of an agent; {example}")
     return url.rstrip("/").removesuffix("/invocations") + "/invocations"
-
-
-def _positive(name: str, value: Any) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
-        raise SettingsError(f"HttpSession: {name} is {value!r}; give a number above 0")
-    return float(value)
-
-
-def _encoded(payload: Mapping[str, Any]) -> io.BytesIO:
-    try:
-        return io.BytesIO(json.dumps(payload, allow_nan=False).encode())
-    except (TypeError, ValueError, RecursionError) as error:
-        raise PayloadError(f"the payload cannot be sent as JSON: {described(error)}") from None
-
-
-def _parsed(body: bytes, redaction: Redaction) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        said = redaction.body(body) or "it is empty"
-        raise BadResultError(f"the agent's result is not JSON: {said}") from None

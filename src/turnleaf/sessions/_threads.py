@@ -1,23 +1,25 @@
 """Threads for functions that may block for ever."""
 
 import asyncio
+import concurrent.futures
 import contextlib
+import queue
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 import anyio
 
-__all__ = ["call_in_daemon_thread"]
+__all__ = ["DaemonThreads", "call_in_daemon_thread"]
 
 Argument = TypeVar("Argument")
 Returned = TypeVar("Returned")
 
 
 async def call_in_daemon_thread(
-    function: Callable[[Argument], Returned], argument: Argument
+    function: Callable[[Argument], Returned], argument: Argument, *, name: str = "turnleaf-agent"
 ) -> Returned:
-    """`function(argument)` in a thread of its own; raises what it raises.
+    """`function(argument)` in a thread of its own, of that name; raises what it raises.
 
     Cancelling abandons the thread: it runs on, unheard, but the interpreter does not wait for it
     to exit, as it would for a worker thread of anyio's or of asyncio's.
@@ -35,8 +37,51 @@ async def call_in_daemon_thread(
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(ended.set)
 
-    threading.Thread(target=work, name="turnleaf-agent", daemon=True).start()
+    threading.Thread(target=work, name=name, daemon=True).start()
     await ended.wait()
     if failures:
         raise failures[0]
     return results[0]
+
+
+class DaemonThreads:
+    """`size` threads, of that name, for what must be done even while the interpreter exits.
+
+    Python 3.12 starts no thread then, and the system none when there are too many: these are
+    started before, by the first `start`. The interpreter does not wait for them.
+    """
+
+    def __init__(self, size: int, *, name: str) -> None:
+        self._size = size
+        self._name = name
+        self._lock = threading.Lock()
+        self._started = 0
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Start those that are missing. Raises RuntimeError when the system has no more threads."""
+        with self._lock:
+            while self._started < self._size:
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+                self._started += 1
+
+    async def call(self, function: Callable[[], Returned]) -> Returned:
+        """`function()` in one of them, as soon as one is free; raises what it raises.
+
+        Cancelling lets one that has begun run on, unheard.
+        """
+        future: concurrent.futures.Future[Returned] = concurrent.futures.Future()
+
+        def work() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:  # noqa: BLE001  # it belongs to the one who waits
+                    future.set_exception(error)
+
+        self._queue.put(work)
+        return await asyncio.wrap_future(future)
+
+    def _work(self) -> None:
+        while True:
+            self._queue.get()()

@@ -8,6 +8,7 @@ from turnleaf.adapters.mock._balance import LedgerReport, Loss, compare
 from turnleaf.adapters.mock._blas import use_one_blas_thread
 from turnleaf.adapters.mock._calls import Call, MockEngine
 from turnleaf.adapters.mock._checkpoint import cached_checkpoint, write_checkpoint
+from turnleaf.adapters.mock._demo_sessions import DemoSession
 from turnleaf.adapters.mock._demo_summary import Counts, Summary
 from turnleaf.adapters.mock._engine_app import engine_app, serve_engine
 from turnleaf.adapters.mock._ledger import Ledger, LedgerEntry
@@ -28,16 +29,32 @@ from turnleaf.adapters.mock._tokenizer import FileTokenizer
 from turnleaf.adapters.mock._warm_up import Conversation, warmed_up
 
 if TYPE_CHECKING:
+    from turnleaf.adapters.mock._agentcore import AgentCoreEmulator, serve_agentcore
+    from turnleaf.adapters.mock._agentcore_faults import AgentCoreFault
+    from turnleaf.adapters.mock._agentcore_log import (
+        AgentCoreLog,
+        InvocationRecord,
+        SessionRecord,
+        StopRecord,
+    )
+    from turnleaf.adapters.mock._agentcore_settings import AGENTCORE_ARN, AgentCoreSettings
     from turnleaf.adapters.mock._demo import Watcher, run_demo
     from turnleaf.adapters.mock._router import UNKNOWN_FIELDS, serve_router
     from turnleaf.adapters.mock._trainer import Trainer
 
 __all__ = [
+    "AGENTCORE_ARN",
     "UNKNOWN_FIELDS",
+    "AgentCoreEmulator",
+    "AgentCoreFault",
+    "AgentCoreLog",
+    "AgentCoreSettings",
     "Call",
     "Conversation",
     "Counts",
+    "DemoSession",
     "FileTokenizer",
+    "InvocationRecord",
     "Learner",
     "Ledger",
     "LedgerEntry",
@@ -54,7 +71,9 @@ __all__ = [
     "Sample",
     "Script",
     "ScriptedEngine",
+    "SessionRecord",
     "Shape",
+    "StopRecord",
     "Summary",
     "Tokenizer",
     "Trainer",
@@ -67,6 +86,7 @@ __all__ = [
     "run_demo",
     "samples_of",
     "sequence_logprobs",
+    "serve_agentcore",
     "serve_engine",
     "serve_router",
     "training_samples",
@@ -76,10 +96,19 @@ __all__ = [
 ]
 
 _LATE = {
+    "AGENTCORE_ARN": "_agentcore_settings",
+    "AgentCoreEmulator": "_agentcore",
+    "AgentCoreFault": "_agentcore_faults",
+    "AgentCoreLog": "_agentcore_log",
+    "AgentCoreSettings": "_agentcore_settings",
+    "InvocationRecord": "_agentcore_log",
+    "SessionRecord": "_agentcore_log",
+    "StopRecord": "_agentcore_log",
     "Trainer": "_trainer",
     "UNKNOWN_FIELDS": "_router",
     "Watcher": "_demo",
     "run_demo": "_demo",
+    "serve_agentcore": "_agentcore",
     "serve_router": "_router",
 }
 """Where those are that load an HTTP client: the programs of the engines start without one."""

@@ -15,6 +15,7 @@ import numpy as np
 from turnleaf.adapters.mock._blas import use_one_blas_thread
 from turnleaf.adapters.mock._checkpoint import cached_checkpoint
 from turnleaf.adapters.mock._demo_services import MODEL_ID, Services, demo_services
+from turnleaf.adapters.mock._demo_sessions import DemoSession
 from turnleaf.adapters.mock._demo_summary import Summary, Tally
 from turnleaf.adapters.mock._policy import Policy
 from turnleaf.adapters.mock._recipe import Recipe
@@ -58,7 +59,14 @@ class Watcher(Protocol):
         ...
 
 
-async def run_demo(recipe: Recipe, *, seed: int, folder: Path, watcher: Watcher) -> Summary:
+async def run_demo(
+    recipe: Recipe,
+    *,
+    seed: int,
+    folder: Path,
+    watcher: Watcher,
+    session: DemoSession = DemoSession.HTTP,
+) -> Summary:
     """Warm a policy up, train it with rollouts of an agent, and check every token of it.
 
     folder: an absolute path; exists and is empty; gets `samples.jsonl`, `ledger.jsonl`,
@@ -72,25 +80,27 @@ async def run_demo(recipe: Recipe, *, seed: int, folder: Path, watcher: Watcher)
     clock = _Clock()
     async with contextlib.AsyncExitStack() as stack:
         with clock.phase("start"):
-            policy, services = await _start(recipe, seed, folder, watcher, stack)
-        background = await stack.enter_async_context(Background(limit=CLEAN_UP_LIMIT))
-        backend = {"backend": "turnleaf.sessions.HttpSession", "url": services.agent_url}
-        rollouts = Rollouts(
-            gateway=services.gateway,
-            session=session_factory(backend),
-            background=background,
-            model_id=MODEL_ID,
-            start_rate=StartRate(STARTS_PER_SECOND),
-        )
+            policy, services = await _start(recipe, seed, folder, watcher, session, stack)
         trainer = Trainer(policy, recipe, engine=services.engine, folder=folder / "weights")
-        demo = _Demo(recipe, seed, rollouts, trainer, Tally(folder), watcher, clock)
-        await demo.publish(0)
-        before = await demo.accuracy("before")
-        rewards = [await demo.step(number) for number in range(recipe.steps)]
-        after = await demo.accuracy("after")
+        tally = Tally(folder)
+        async with Background(limit=CLEAN_UP_LIMIT) as background:
+            rollouts = Rollouts(
+                gateway=services.gateway,
+                session=session_factory(services.sessions.backend),
+                background=background,
+                model_id=MODEL_ID,
+                start_rate=StartRate(STARTS_PER_SECOND),
+            )
+            demo = _Demo(recipe, seed, rollouts, trainer, tally, watcher, clock)
+            await demo.publish(0)
+            before = await demo.accuracy("before")
+            rewards = [await demo.step(number) for number in range(recipe.steps)]
+            after = await demo.accuracy("after")
+        counts = tally.counts
+        found = await services.sessions.problems(counts.rollouts + counts.evaluation_rollouts)
     with clock.phase("check"):
         watcher.phase("check", 1)
-        found = await anyio.to_thread.run_sync(demo.tally.problems)
+        found += await anyio.to_thread.run_sync(tally.problems)
         watcher.advance()
     summary = Summary(
         folder=str(folder),
@@ -99,7 +109,7 @@ async def run_demo(recipe: Recipe, *, seed: int, folder: Path, watcher: Watcher)
         accuracy_before=before,
         accuracy_after=after,
         rewards=rewards,
-        counts=demo.tally.counts,
+        counts=counts,
         seconds=clock.seconds,
         phases=clock.phases,
         problems=found,
@@ -109,7 +119,12 @@ async def run_demo(recipe: Recipe, *, seed: int, folder: Path, watcher: Watcher)
 
 
 async def _start(
-    recipe: Recipe, seed: int, folder: Path, watcher: Watcher, stack: contextlib.AsyncExitStack
+    recipe: Recipe,
+    seed: int,
+    folder: Path,
+    watcher: Watcher,
+    session: DemoSession,
+    stack: contextlib.AsyncExitStack,
 ) -> tuple[Policy, Services]:
     """The warmed-up policy, and the services, which start beside it and end with the stack."""
     watcher.phase("warm-up", recipe.warm_up_updates)
@@ -129,7 +144,12 @@ async def _start(
             tasks.start_soon(anyio.to_thread.run_sync, warm_up)
             services = await stack.enter_async_context(
                 demo_services(
-                    checkpoint, conversation, recipe, seed=seed, ledger=folder / "ledger.jsonl"
+                    checkpoint,
+                    conversation,
+                    recipe,
+                    seed=seed,
+                    ledger=folder / "ledger.jsonl",
+                    session=session,
                 )
             )
     except ExceptionGroup as group:

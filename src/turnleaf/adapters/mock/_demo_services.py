@@ -9,6 +9,7 @@ from pathlib import Path
 import attrs
 import httpx
 
+from turnleaf.adapters.mock._demo_sessions import DemoSession, DemoSessions, demo_sessions
 from turnleaf.adapters.mock._policy import Policy
 from turnleaf.adapters.mock._recipe import Recipe
 from turnleaf.adapters.mock._warm_up import Conversation
@@ -23,16 +24,22 @@ MODEL_ID = "policy"
 
 @attrs.frozen
 class Services:
-    """What the demo's trainer talks to. engine: its HTTP client. agent_url: where sessions are."""
+    """What the demo's trainer talks to. engine: its HTTP client. sessions: with the agent."""
 
     engine: httpx.AsyncClient
     gateway: GatewayClient
-    agent_url: str
+    sessions: DemoSessions
 
 
 @asynccontextmanager
 async def demo_services(
-    checkpoint: Path, conversation: Conversation, recipe: Recipe, *, seed: int, ledger: Path
+    checkpoint: Path,
+    conversation: Conversation,
+    recipe: Recipe,
+    *,
+    seed: int,
+    ledger: Path,
+    session: DemoSession,
 ) -> AsyncIterator[Services]:
     """Run them until the context is left. The engine has no weights of use until it gets some.
 
@@ -68,4 +75,5 @@ async def demo_services(
         )
         client = httpx.AsyncClient(base_url=engine.ready["url"], timeout=30.0, trust_env=False)
         await stack.enter_async_context(client)
-        yield Services(client, gateway, agent.ready["url"])
+        sessions = await stack.enter_async_context(demo_sessions(session, agent.ready["url"]))
+        yield Services(client, gateway, sessions)

@@ -13,13 +13,6 @@ from turnleaf.sessions import session_factory
 
 __all__ = ["Configuration", "check_configuration"]
 
-_ARN = re.compile(
-    r"arn:aws(-[^:]+)?:bedrock-agentcore:[a-z0-9-]+:[0-9]{12}:runtime/[a-zA-Z]\w*-[a-zA-Z0-9]+"
-)
-_ARN_EXAMPLE = (
-    "arn:aws:bedrock-agentcore:us-west-2:123456789012:runtime/my_agent-a1B2c3D4e5, as the "
-    "deployment of the agent prints it"
-)
 _LIKENESS = 0.8
 """How alike two names are, from 0 to 1, for one to be taken for the other misspelt."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -30,8 +23,8 @@ _LONGEST = 2000
 
 _LEAVE_OUT = "leave it out: "
 _OF_TOOLKIT = {
-    "agent_runtime_arn": "sessions on AgentCore Runtime are to come; an agent that is served "
-    "elsewhere is named below `rollout_session_backend:`",
+    "agent_runtime_arn": "write agentcore_runtime_arn below `rollout_session_backend:`, beside "
+    "`backend: turnleaf.sessions.AgentCoreHttpSession`",
     "acr_timeout": "write max_rollout_time",
     "acr_tps_limit": "write tps_limit",
     "max_concurrent": f"{_LEAVE_OUT}--sglang-server-concurrency limits how many run at once",
@@ -67,9 +60,6 @@ def check_configuration(mapping: Mapping[Any, Any]) -> Configuration:
     found += [Finding("config", "bad", _cut(fault)) for fault in faults]
     if not faults:
         settings = Settings.from_mapping(named, ignore_unknown_top_level=True)
-        arn = _runtime_arn(settings.rollout_session_backend)
-        if arn is not None:
-            found.append(arn)
         try:
             session = session_factory(settings.rollout_session_backend)
         except ContractError as error:
@@ -140,29 +130,10 @@ def _sections() -> dict[str, str]:
     return sections
 
 
-def _runtime_arn(backend: Mapping[str, Any]) -> Finding | None:
-    if "agentcore_runtime_arn" not in backend:
-        return None
-    arn = backend["agentcore_runtime_arn"]
-    if isinstance(arn, str) and _ARN.fullmatch(arn):
-        return None
-    if isinstance(arn, str) and "<" in arn:
-        fault = "is still the example's"
-    else:
-        fault = "is not the ARN of an AgentCore runtime"
-    return Finding(
-        "config",
-        "bad",
-        f"rollout_session_backend.agentcore_runtime_arn {fault}: "
-        f"{excerpt(arn, length=2 * _EXCERPT)}",
-        f"give one such as {_ARN_EXAMPLE}",
-    )
-
-
 def _backend_remedy(settings: Settings) -> str:
     if str(settings.rollout_session_backend["backend"]).startswith("agentcore_rl_toolkit."):
         return (
-            "sessions on AgentCore Runtime are to come; an agent that is served elsewhere is "
-            "reached by turnleaf.sessions.HttpSession (docs/from-agentcore-rl-toolkit.md)"
+            "write turnleaf.sessions.AgentCoreHttpSession, with the same agentcore_runtime_arn "
+            "(docs/from-agentcore-rl-toolkit.md)"
         )
     return ""

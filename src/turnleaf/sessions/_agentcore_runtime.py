@@ -1,0 +1,195 @@
+"""What all sessions of a process share: clients, room, pace and the keeper."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import attrs
+
+from turnleaf.core import StartRate
+from turnleaf.sessions import _agentcore_calls as calls
+from turnleaf.sessions._agentcore_settings import RuntimeSettings
+from turnleaf.sessions._keeping import Keeper
+from turnleaf.sessions._reporting import Redaction
+from turnleaf.sessions._room import Place, Room
+from turnleaf.sessions._threads import DaemonThreads, call_in_daemon_thread
+
+__all__ = ["Runtime", "call_in_thread", "runtime_of"]
+
+SHORT_READ_TIMEOUT = 90.0
+"""Seconds without a byte of the reply to a poll or a stop; an agent may hold a poll for a while."""
+STOPS_AT_ONCE = 16
+
+Returned = TypeVar("Returned")
+
+
+@attrs.define(eq=False)
+class Runtime:
+    """A runtime of AgentCore, as the sessions of this process share it; of `runtime_of`.
+
+    room: for as many sessions as may be active. poll_rate: of all polls together.
+    speaks_envelope: whether an agent of this runtime has replied in the envelope.
+    """
+
+    settings: RuntimeSettings
+    room: Room = attrs.field(init=False)
+    poll_rate: StartRate = attrs.field(init=False)
+    speaks_envelope: bool = attrs.field(init=False, default=False)
+    _new_rate: StartRate = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.room = Room(self.settings.max_sessions)
+        self.poll_rate = StartRate(self.settings.polls_per_second)
+        self._new_rate = StartRate(self.settings.sessions_per_minute / 60)
+
+    async def admit(self) -> Place:
+        """Wait until another session may be made, and take its place."""
+        place = await self.room.take()
+        try:
+            await self._new_rate.wait()
+        except BaseException:
+            place.let_go()
+            raise
+        return place
+
+    def prepare(self) -> None:
+        """Be ready to stop a session, before it is started. Raises RuntimeError when the system
+        has no threads for it."""
+        _shared.stopping.start()
+
+    def start(self, session_id: str, body: bytes, redaction: Redaction) -> Any:
+        """Invoke the agent in a new session; the process's keeper knows of it first. Blocks.
+
+        Raises as `invoke` of `_agentcore_calls` does.
+        """
+        _shared.keeper.opened(session_id, client=self._address, target=self.settings.target)
+        return self._invoke(self._client(starts=True), session_id, body, redaction)
+
+    def ask(self, session_id: str, body: bytes, redaction: Redaction) -> Any:
+        """Invoke the agent in a session again, for a short reply. Blocks; raises as `start`."""
+        return self._invoke(self._client(starts=False), session_id, body, redaction)
+
+    async def stop(self, session_id: str) -> None:
+        """End a session that was started; raises as `stop` of `_agentcore_calls` does."""
+
+        def stop() -> None:
+            calls.stop(self._client(starts=False), self.settings.target, session_id)
+
+        await _shared.stopping.call(stop)
+
+    async def forget(self, session_id: str) -> None:
+        """Take note that a session that was to be started has ended, or was never made."""
+        await _shared.stopping.call(lambda: _shared.keeper.closed(session_id))
+
+    def _invoke(self, client: Any, session_id: str, body: bytes, redaction: Redaction) -> Any:
+        return calls.invoke(
+            client,
+            self.settings.target,
+            session_id,
+            body,
+            max_bytes=self.settings.max_response_bytes,
+            redaction=redaction,
+        )
+
+    @property
+    def _address(self) -> dict[str, str | None]:
+        return {"region_name": self.settings.region, "endpoint_url": self.settings.endpoint_url}
+
+    def _client(self, *, starts: bool) -> Any:
+        """botocore has timeouts for a whole client, hence one for starts and one for the rest.
+
+        A start that is lost is a rollout that is lost, hence its connection of its own.
+        """
+        return _shared.client(
+            region=self.settings.region,
+            endpoint_url=self.settings.endpoint_url,
+            connect_timeout=self.settings.connect_timeout,
+            read_timeout=self.settings.timeout if starts else SHORT_READ_TIMEOUT,
+            connections=self.settings.max_sessions + (0 if starts else STOPS_AT_ONCE),
+            keep_alive=not starts,
+        )
+
+
+@attrs.define(eq=False)
+class _Shared:
+    """What there is once in a process."""
+
+    keeper: Keeper = attrs.field(factory=Keeper)
+    stopping: DaemonThreads = attrs.field(
+        factory=lambda: DaemonThreads(STOPS_AT_ONCE, name=calls.THREAD_NAME)
+    )
+    _runtimes: dict[RuntimeSettings, Runtime] = attrs.field(init=False, factory=dict)
+    _clients: dict[tuple[object, ...], Any] = attrs.field(init=False, factory=dict)
+    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+
+    def runtime(self, settings: RuntimeSettings) -> Runtime:
+        with self._lock:
+            if settings not in self._runtimes:
+                self._runtimes[settings] = Runtime(settings)
+            return self._runtimes[settings]
+
+    def client(self, **arguments: Any) -> Any:
+        key = tuple(arguments.values())
+        with self._lock:
+            if key not in self._clients:
+                self._clients[key] = calls.connect(**arguments)
+            return self._clients[key]
+
+
+_shared = _Shared()
+
+
+def runtime_of(settings: RuntimeSettings) -> Runtime:
+    """The process's one runtime of these settings.
+
+    Clients are shared by the runtimes of a region and endpoint whose timeouts and `max_sessions`
+    are the same; there is one keeper.
+    """
+    return _shared.runtime(settings)
+
+
+def _start_anew() -> None:
+    """In a process that was forked: connections, places and the keeper are the parent's."""
+    global _shared
+    _shared = _Shared()
+
+
+os.register_at_fork(after_in_child=_start_anew)
+
+
+def call_in_thread(function: Callable[[], Returned], *, place: Place) -> "asyncio.Task[Returned]":
+    """Call a function that blocks in a daemon thread, which holds `place` until it ends.
+
+    Nothing can cut such a call short: cancel whoever waits for the task, not the task, which is
+    done when the thread is.
+    """
+    place.hold()
+    has_begun = False
+
+    def work(_: None) -> Returned:
+        nonlocal has_begun
+        has_begun = True
+        try:
+            return function()
+        finally:
+            place.let_go()
+
+    async def call() -> Returned:
+        try:
+            return await call_in_daemon_thread(work, None, name=calls.THREAD_NAME)
+        except RuntimeError:
+            if not has_begun:  # there are no more threads to be had
+                place.let_go()
+            raise
+
+    task = asyncio.create_task(call(), name=calls.THREAD_NAME)
+    task.add_done_callback(_heard)
+    return task
+
+
+def _heard(task: "asyncio.Task[Any]") -> None:
+    if not task.cancelled():
+        # Asking is what keeps asyncio from reporting it: who waited may be gone.
+        task.exception()
