@@ -34,6 +34,9 @@ TRY_AGENT = examples/calculator/agent.py:run
 TRY_PAYLOAD = {"prompt": "What is 17 * 23?", "answer": 391}
 TRY_CALL = {"name": "calculator", "arguments": {"a": 17, "operation": "*", "b": 23}}
 
+SHELL_SCRIPTS = .ci/run scripts/find-python scripts/make-sglang-env scripts/make-venv \
+	$(wildcard examples/*/*.sh src/turnleaf/adapters/slime/scripts/*.sh)
+
 BIN = $(VENV)/bin
 # Named after what it was made under, so that a change of constraints is seen.
 EMPTY =
@@ -49,7 +52,7 @@ help:
 	@echo "make demo          watch a small policy learn through the whole path; about a minute"
 	@echo "make try           run one rollout of an example agent and show what would be trained"
 	@echo "make math-agent    rollouts of a strands agent through the slime hooks, and what would be trained"
-	@echo "make lint          ruff, mypy, import-linter"
+	@echo "make lint          ruff, mypy, import-linter, shellcheck"
 	@echo "make benchmark     what a turn costs the gateway, and the public toolkit's; some ten minutes"
 	@echo "make test-clients  real agent clients (strands, langgraph, litellm, …) against the gateway"
 	@echo "make test-openai3  the tests that use openai, agent clients included, under openai 3"
@@ -86,6 +89,7 @@ try: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/shellcheck --external-sources $(SHELL_SCRIPTS)
 	$(BIN)/python -m mypy --strict src
 	$(BIN)/lint-imports
 

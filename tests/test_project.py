@@ -80,6 +80,20 @@ def test_what_slime_fixes_is_pinned_for_slime() -> None:
     } <= lines
 
 
+def test_every_shell_script_is_linted() -> None:
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode != 0:
+        pytest.skip(f"not a git checkout: {listing.stderr.strip()}")
+    scripts = [
+        path
+        for path in listing.stdout.splitlines()
+        if path.endswith(".sh") or re.match(rb"#!.*sh\n", (ROOT / path).read_bytes())
+    ]
+    lint = subprocess.run(["make", "-n", "lint"], cwd=ROOT, capture_output=True, text=True)
+    (command,) = [line for line in lint.stdout.splitlines() if "/shellcheck " in line]
+    assert sorted(command.split()[2:]) == sorted(scripts)
+
+
 def test_no_lock_file_is_tracked() -> None:
     listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listing.returncode != 0:
