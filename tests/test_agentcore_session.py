@@ -451,6 +451,31 @@ async def test_a_session_that_is_made_only_after_it_was_stopped_is_stopped_again
         assert len(emulator.log.sessions) == 1
 
 
+async def test_a_session_that_is_made_before_its_stop_is_answered_is_stopped_again(
+    plain, monkeypatch
+):
+    invoke, stop, threads = runtime_module.calls.invoke, runtime_module.calls.stop, []
+
+    def noted(*arguments, **said):
+        threads.append(threading.current_thread())
+        return invoke(*arguments, **said)
+
+    def answered_late(*arguments):
+        stop(*arguments)
+        threads[0].join(20)
+
+    monkeypatch.setattr(runtime_module.calls, "invoke", noted)
+    monkeypatch.setattr(runtime_module.calls, "stop", answered_late)
+    async with emulated(plain) as emulator:
+        emulator.inject(AgentCoreFault(operation="invoke", delay=0.7))
+        async with session_at(emulator) as session, anyio.create_task_group() as tasks:
+            tasks.start_soon(session.run, payload_of())
+            await until(lambda: len(starts(emulator)) == 1)
+            tasks.cancel_scope.cancel()
+        assert emulator.log.stops[0].outcome == "ResourceNotFoundException"
+        assert len(emulator.log.sessions) == 1
+
+
 async def test_a_session_that_is_left_while_it_is_made_is_stopped(plain):
     async with emulated(plain, provision_time=0.6) as emulator:
         async with session_at(emulator) as session, anyio.create_task_group() as tasks:

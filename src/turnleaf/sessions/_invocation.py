@@ -214,13 +214,15 @@ class Invocation:
         return call.result()
 
     async def _end(self, call: "asyncio.Task[Any]") -> None:
-        if self._may_exist:
-            await self._stopped()
         again = 1.0
-        while self._may_exist and not call.done():
-            # It may have been on its way, and have made the session after it was stopped.
-            await asyncio.wait([call], timeout=again)
+        while self._may_exist:
+            # What is on its way now may make the session after it was stopped, even before the stop
+            # is answered.
+            is_last = call.done()
             await self._stopped()
+            if is_last:
+                break
+            await asyncio.wait([call], timeout=again)
             again *= 2
         await self.runtime.forget(self.session_id)
 
