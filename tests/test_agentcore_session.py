@@ -654,6 +654,25 @@ async def test_all_sessions_share_two_clients_and_a_keeper(plain, monkeypatch):
     assert sorted(said["keep_alive"] for said in made) == [False, True]
 
 
+async def test_sessions_are_made_while_a_client_is_being_connected(plain, monkeypatch):
+    connecting, go = threading.Event(), threading.Event()
+    connect = runtime_module.calls.connect
+
+    def slow(**said):
+        connecting.set()
+        assert go.wait(10)
+        return connect(**said)
+
+    monkeypatch.setattr(runtime_module.calls, "connect", slow)
+    async with emulated(plain) as emulator, anyio.create_task_group() as tasks:
+        tasks.start_soon(run, emulator)
+        await until(connecting.is_set)
+        began = anyio.current_time()
+        session_at(emulator)
+        assert anyio.current_time() - began < 5
+        go.set()
+
+
 async def test_a_key_is_in_no_log(plain, caplog):
     caplog.set_level(logging.DEBUG)
     async with emulated(plain) as emulator:

@@ -123,6 +123,7 @@ class _Shared:
     _runtimes: dict[RuntimeSettings, Runtime] = attrs.field(init=False, factory=dict)
     _clients: dict[tuple[object, ...], Any] = attrs.field(init=False, factory=dict)
     _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    _connecting: threading.Lock = attrs.field(init=False, factory=threading.Lock)
 
     def runtime(self, settings: RuntimeSettings) -> Runtime:
         with self._lock:
@@ -132,7 +133,8 @@ class _Shared:
 
     def client(self, **arguments: Any) -> Any:
         key = tuple(arguments.values())
-        with self._lock:
+        # Not the lock that event loops take: AWS credentials may be long in coming.
+        with self._connecting:
             if key not in self._clients:
                 self._clients[key] = calls.connect(**arguments)
             return self._clients[key]
