@@ -345,6 +345,27 @@ async def test_failed_polls_are_tolerated_for_a_while(background, tmp_path, faul
         assert len(polls(emulator)) == 3
 
 
+async def test_a_poll_that_is_long_in_failing_is_tolerated_too(background, tmp_path):
+    go = tmp_path / "go"
+    async with emulated(background) as emulator, anyio.create_task_group() as tasks:
+        emulator.inject(
+            AgentCoreFault(
+                operation="invoke",
+                polls=True,
+                delay=2 * RETRY_TIME,
+                error="InternalServerException",
+            )
+        )
+
+        async def release():
+            await until(lambda: polls(emulator) != [])
+            go.touch()
+
+        tasks.start_soon(release)
+        assert await run(emulator, waiting(tmp_path / "started", go)) == {"reward": 1.0}
+        assert polls(emulator)[0].outcome == "InternalServerException"
+
+
 async def test_polls_that_fail_for_good_end_the_rollout(background, tmp_path):
     async with emulated(background) as emulator:
         emulator.inject(

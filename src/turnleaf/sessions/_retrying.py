@@ -21,14 +21,18 @@ def delays() -> Iterator[float]:
 
 
 class Backoff:
-    """The waits between the tries of one call, `limit` seconds in all."""
+    """The waits between the tries of one call, for `limit` seconds from the first failure on."""
 
     def __init__(self, limit: float) -> None:
-        self._until = anyio.current_time() + limit
+        self._limit = limit
+        self._until: float | None = None
         self._delays = delays()
 
     async def wait(self) -> bool:
         """Wait before the next try; False, at once, when the time for them is over."""
+        if self._until is None:
+            # Not before: a call that was long in failing is tried again, too.
+            self._until = anyio.current_time() + self._limit
         left = self._until - anyio.current_time()
         if left <= 0:
             return False
