@@ -58,6 +58,16 @@ async def ticking():
         await anyio.sleep(0.02)
 
 
+def deep_inside(depth):
+    if depth:
+        return deep_inside(depth - 1) if depth % 2 else between(depth)
+    raise ValueError("no luck " + "at all " * 100)
+
+
+def between(depth):
+    return deep_inside(depth - 1)
+
+
 class Silent(Response):
     """Answers nothing until the client is gone; the app itself would not tell a handler."""
 
@@ -79,6 +89,8 @@ async def run(payload, context):  # noqa: C901  # one case after another
             return {"session_id": context.session_id, "payload": payload}
         case "raise":
             raise ValueError("no luck with " + payload["_config"]["api_key"])
+        case "raise deep inside":
+            return deep_inside(8)
         case "stream" | "stream and raise":
             return streamed(payload)
         case "converse":

@@ -203,6 +203,8 @@ async def test_an_agents_error_in_the_background_is_told_whole(background):
         with pytest.raises(AgentError, match=r"ValueError.*no luck with \[api_key\]") as raised:
             await run(emulator, payload_of(do="raise"))
         assert_silent(raised.value)
+        with pytest.raises(AgentError, match=r"ValueError: no luck .*in deep_inside raise ValueE"):
+            await run(emulator, payload_of(do="raise deep inside"))
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ class Result:
             raise self._too_large() from None
         result = self._parsed(last or b"")
         if isinstance(result, dict) and {"error", "error_type", "message"} <= result.keys():
-            text = self._redaction.text(f"{result['error_type']}: {result['error']}")
+            text = self._redaction.failure(f"{result['error_type']}: {result['error']}")
             raise AgentError(f"the agent raised {text}")
         return result
 

@@ -191,7 +191,7 @@ class Invocation:
         if state.status == "completed":
             if state.error is None:
                 return state.result
-            text = self.redaction.text(state.error) or "an error without a text"
+            text = self.redaction.failure(state.error) or "an error without a text"
             raise AgentError(f"the agent raised {text}")
         if state.status == "interrupted":
             what = "the agent's process was started anew while it ran"

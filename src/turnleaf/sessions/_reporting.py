@@ -32,10 +32,21 @@ class Redaction:
 
     def text(self, text: str) -> str:
         """`text` on one line, without the secret, cut to an excerpt."""
+        text = self._line(text)
+        return text if len(text) <= EXCERPT else text[:EXCERPT] + "…"
+
+    def failure(self, text: str) -> str:
+        """`text` of an exception and its traceback, which says at its end where it was raised: cut
+        in the middle, to an excerpt of either end."""
+        text = self._line(text)
+        if len(text) <= 2 * EXCERPT:
+            return text
+        return f"{text[:EXCERPT]} … {text[-EXCERPT:]}"
+
+    def _line(self, text: str) -> str:
         if self.secret is not None:
             text = text.replace(self.secret, "[api_key]")
-        text = " ".join(text.split())
-        return text if len(text) <= EXCERPT else text[:EXCERPT] + "…"
+        return " ".join(text.split())
 
     def body(self, body: bytes) -> str:
         """`text` of the first BODY_BYTES of a body, of which the rest may be absent."""
