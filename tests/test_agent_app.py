@@ -372,6 +372,17 @@ async def test_what_is_no_result_is_an_error(tmp_path, result, text):
         assert text in error
 
 
+@pytest.mark.parametrize("status", [200, 503])
+async def test_no_piece_of_the_key_is_left_where_a_text_is_cut(tmp_path, status):
+    def handler(payload):
+        return PlainTextResponse("x" * 490 + payload["_config"]["api_key"], status)
+
+    async with served(tmp_path, handler) as ask:
+        reply = await ask(start(payload={"_config": {"api_key": SECRET}}))
+    assert "xxx" in reply["error"]
+    assert SECRET[:5] not in reply["error"]
+
+
 def raising(payload):
     match payload["raise"]:
         case "empty":

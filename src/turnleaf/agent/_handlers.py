@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from turnleaf.agent._streams import Events, last_event
-from turnleaf.core import AgentError, BadResultError, described
+from turnleaf.core import AgentError, BadResultError, described, hidden
 
 __all__ = ["contained", "result_of"]
 
@@ -49,11 +49,14 @@ async def result_of(returned: object, events: Events, secret: str) -> object:
     if not isinstance(returned, Response):
         return returned
     body = getattr(returned, "body", b"")
-    text = bytes(body[:EXCERPT]).decode("utf-8", "replace")
     what = f"the agent returned a {type(returned).__name__} with status {returned.status_code}"
     if not 200 <= returned.status_code < 300:
-        raise BadResultError(f"{what}: {text}")
+        raise BadResultError(f"{what}: {_excerpt(body, secret)}")
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
-        raise BadResultError(f"{what}, which is not JSON: {text}") from None
+        raise BadResultError(f"{what}, which is not JSON: {_excerpt(body, secret)}") from None
+
+
+def _excerpt(body: bytes, secret: str) -> str:
+    return hidden(bytes(body).decode("utf-8", "replace"), secret)[:EXCERPT]
