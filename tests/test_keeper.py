@@ -110,6 +110,16 @@ async def test_what_was_opened_last_is_stopped_while_it_is_made(agent, tmp_path)
         assert "RetryableConflictException" in {stop.outcome for stop in emulator.log.stops}
 
 
+async def test_what_was_still_on_its_way_is_stopped_when_it_has_arrived(emulator, tmp_path):
+    emulator.inject(AgentCoreFault(operation="invoke", delay=2.5, times=3))
+    with hook(emulator, tmp_path) as process:
+        await until(lambda: len(emulator.log.invocations) == 3)
+        process.kill()
+        await until(lambda: len(emulator.log.sessions) == 3)
+        await all_stopped(emulator)
+    assert "ResourceNotFoundException" in {stop.outcome for stop in emulator.log.stops}
+
+
 async def test_a_process_that_leaves_in_mid_run_is_gone_within_two_seconds(emulator, tmp_path):
     with hook(emulator, tmp_path, way="leave") as process:
         await in_mid_run(emulator)

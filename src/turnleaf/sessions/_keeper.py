@@ -7,7 +7,7 @@ process that waits beside a trainer. Standard input has a JSON object a line:
     {"closed": session id}
 
 At its end, or when the parent is gone, what is still open is stopped, all at once, for LIMIT
-seconds at most. "There is no such session" is success.
+seconds at most. "There is no such session" is success, though not in the first seconds.
 """
 
 import concurrent.futures
@@ -22,6 +22,8 @@ from typing import Any
 
 LIMIT = 60.0
 """Seconds from the parent's end."""
+ON_THE_WAY = 5.0
+"""Seconds in which a start of the parent's may still arrive at AgentCore, and make its session."""
 AT_ONCE = 64
 ORPHAN_CHECK = 1.0  # seconds between two looks at whether the parent is there
 PIECE = 64 * 1024
@@ -62,7 +64,7 @@ def _left_open(parent: int) -> dict[str, dict[str, Any]]:
 
 
 def _stop_all(sessions: dict[str, dict[str, Any]], parent: int) -> None:
-    until = time.monotonic() + LIMIT
+    began = time.monotonic()
     clients: dict[str, Any] = {}
     for said in sessions.values():
         name = json.dumps(said["client"])
@@ -71,7 +73,7 @@ def _stop_all(sessions: dict[str, dict[str, Any]], parent: int) -> None:
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as threads:
         stopped = {
             session_id: threads.submit(
-                _stop, clients[json.dumps(said["client"])], said["target"], session_id, until
+                _stop, clients[json.dumps(said["client"])], said["target"], session_id, began
             )
             for session_id, said in sessions.items()
         }
@@ -95,19 +97,21 @@ def _client(arguments: dict[str, Any]) -> Any:
     return boto3.client("bedrock-agentcore", config=config, **arguments)
 
 
-def _stop(client: Any, target: dict[str, str], session_id: str, until: float) -> str:
+def _stop(client: Any, target: dict[str, str], session_id: str, began: float) -> str:
     """Stop a session; the last failure when that was not possible in time, or an empty text."""
     wait = 0.25
     while True:
         try:
             client.stop_runtime_session(**target, runtimeSessionId=session_id)
         except client.exceptions.ResourceNotFoundException:
-            return ""
+            if time.monotonic() > began + ON_THE_WAY:
+                return ""
+            failure = ""
         except Exception as error:  # noqa: BLE001  # whatever it is, trying again is all there is
             failure = f"{type(error).__name__}: {error}"
         else:
             return ""
-        if time.monotonic() + wait > until:
+        if time.monotonic() + wait > began + LIMIT:
             return failure
         time.sleep(wait * random.uniform(0.5, 1.0))
         wait = min(2 * wait, 4.0)
