@@ -544,6 +544,23 @@ async def test_a_stop_that_fails_is_repeated(plain, fault, last):
         assert emulator.log.stops[-1].outcome == last
 
 
+async def test_stops_that_are_slow_do_not_hold_up_others(plain):
+    async with emulated(plain) as emulator, anyio.create_task_group() as tasks:
+
+        async def one(session):
+            async with session:
+                await session.run(payload_of())
+
+        for _ in range(32):
+            slow = session_at(emulator, sessions_per_minute=6e4)
+            emulator.inject(AgentCoreFault(operation="stop", session=slow.session_id, delay=4))
+            tasks.start_soon(one, slow)
+        async with session_at(emulator, sessions_per_minute=6e4) as session:
+            await session.run(payload_of())
+            await until(lambda: [one.outcome for one in starts(emulator)] == ["answered"] * 33)
+        assert emulator.log.stops[0].session_id == session.session_id
+
+
 async def test_a_session_that_is_gone_is_stopped(plain):
     async with emulated(plain) as emulator:
         async with session_at(emulator) as session:

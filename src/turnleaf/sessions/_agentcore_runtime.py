@@ -20,7 +20,8 @@ __all__ = ["Runtime", "call_in_thread", "runtime_of"]
 
 SHORT_READ_TIMEOUT = 90.0
 """Seconds without a byte of the reply to a poll or a stop; an agent may hold a poll for a while."""
-STOPS_AT_ONCE = 16
+STOPS_AT_ONCE = 64
+"""What the 500 sessions of an abort, stopped twice each, take to be stopped within STOP_LIMIT."""
 
 Returned = TypeVar("Returned")
 
