@@ -531,6 +531,10 @@ async def test_a_result_that_somebody_removed_is_not_made_again(tmp_path):
     assert held.runs == {"session-1": 1}
 
 
+A, B, C, D, E = (letter * 64 for letter in "abcde")
+"""Names of records."""
+
+
 def finish(records, *names, size=1):
     for name in names:
         records.begin(name)
@@ -543,61 +547,72 @@ def names_in(folder):
 
 def test_the_oldest_records_go_first(tmp_path):
     records = Records.open(tmp_path, RecordLimits(records=2))
-    finish(records, "a", "b")
-    records.begin("running")
-    finish(records, "c", "d")
-    assert [name in records for name in "abcd"] == [False, False, True, True]
-    assert names_in(tmp_path) == {"c.json", "d.json", "running.started"}
+    finish(records, A, B)
+    records.begin(E)
+    finish(records, C, D)
+    assert [name in records for name in (A, B, C, D)] == [False, False, True, True]
+    assert names_in(tmp_path) == {f"{C}.json", f"{D}.json", f"{E}.started"}
     records = Records.open(tmp_path, RecordLimits(records=2))
-    assert [name in records for name in ("c", "d", "running")] == [True, True, False]
-    assert names_in(tmp_path) == {"c.json", "d.json"}
+    assert [name in records for name in (C, D, E)] == [True, True, False]
+    assert names_in(tmp_path) == {f"{C}.json", f"{D}.json"}
 
 
 def test_records_have_a_size_together(tmp_path):
     records = Records.open(tmp_path, RecordLimits(total_bytes=100))
-    finish(records, "a", "b", size=50)
-    assert names_in(tmp_path) == {"a.json", "b.json"}
-    finish(records, "c", size=51)
-    assert names_in(tmp_path) == {"c.json"}
-    finish(records, "d", size=1_000)
-    assert names_in(tmp_path) == {"d.json"}  # the newest stays, whatever it has
-    assert records.read("d") == b"x" * 1_000
+    finish(records, A, B, size=50)
+    assert names_in(tmp_path) == {f"{A}.json", f"{B}.json"}
+    finish(records, C, size=51)
+    assert names_in(tmp_path) == {f"{C}.json"}
+    finish(records, D, size=1_000)
+    assert names_in(tmp_path) == {f"{D}.json"}  # the newest stays, whatever it has
+    assert records.read(D) == b"x" * 1_000
 
 
 def test_records_have_an_age(tmp_path):
     records = Records.open(tmp_path, RecordLimits(seconds=100))
-    finish(records, "a")
-    records.begin("b")
-    (tmp_path / "left.part").touch()
-    (tmp_path / "fresh.part").touch()
-    for name in ("a.json", "b.started", "left.part"):
+    finish(records, A)
+    records.begin(B)
+    (tmp_path / f"{A}.left.part").touch()
+    (tmp_path / f"{A}.fresh.part").touch()
+    for name in (f"{A}.json", f"{B}.started", f"{A}.left.part"):
         os.utime(tmp_path / name, (time.time() - 101,) * 2)
-    finish(records, "c")
+    finish(records, C)
     records = Records.open(tmp_path, RecordLimits(seconds=100))
-    assert names_in(tmp_path) == {"c.json", "fresh.part"}
-    assert [name in records for name in ("a", "b", "c")] == [False, False, True]
+    assert names_in(tmp_path) == {f"{C}.json", f"{A}.fresh.part"}
+    assert [name in records for name in (A, B, C)] == [False, False, True]
+
+
+def test_what_is_not_theirs_in_the_folder_stays(tmp_path):
+    others = {"package.json", "film.part", "job.started", f"{A}", f"x{A}.json"}
+    for name in others:
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - 101,) * 2)
+    records = Records.open(tmp_path, RecordLimits(records=1, seconds=100))
+    finish(records, A, B)
+    Records.open(tmp_path, RecordLimits(records=1, seconds=100))
+    assert names_in(tmp_path) == {*others, f"{B}.json"}
 
 
 def test_a_half_written_reply_is_never_read(tmp_path, monkeypatch):
     records = Records.open(tmp_path, RecordLimits())
-    records.begin("a")
+    records.begin(A)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
         with pytest.raises(OSError, match="full"):
-            records.finish("a", b"reply")
-    assert names_in(tmp_path) == {"a.started"}
+            records.finish(A, b"reply")
+    assert names_in(tmp_path) == {f"{A}.started"}
     records = Records.open(tmp_path, RecordLimits())
-    assert "a" in records
-    assert records.read("a") is None
+    assert A in records
+    assert records.read(A) is None
 
 
 def test_only_their_user_can_read_records(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     records = Records.open(None, RecordLimits())
-    finish(records, "a")
+    finish(records, A)
     assert records.folder.parent == tmp_path
     assert records.folder.stat().st_mode & 0o077 == 0
-    assert (records.folder / "a.json").stat().st_mode & 0o077 == 0
+    assert (records.folder / f"{A}.json").stat().st_mode & 0o077 == 0
     other = os.getuid() + 1
     monkeypatch.setattr("os.getuid", lambda: other)
     records.folder.rename(tmp_path / f"turnleaf-invocations-{other}")

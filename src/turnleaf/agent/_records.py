@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import re
 import tempfile
 import threading
 import time
@@ -19,6 +20,8 @@ __all__ = ["RecordLimits", "Records", "record_name"]
 STARTED = ".started"
 REPLY = ".json"
 PART = ".part"
+OURS = re.compile(r"[0-9a-f]{64}\.")
+"""How the names of these files begin; whatever else is in the folder is somebody else's."""
 
 
 @attrs.frozen
@@ -141,7 +144,7 @@ class Records:
         return self.folder / f"{name}{suffix}"
 
     def _write(self, path: Path, data: bytes) -> None:
-        descriptor, part = tempfile.mkstemp(suffix=PART, dir=self.folder)
+        descriptor, part = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=PART, dir=self.folder)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
@@ -162,6 +165,8 @@ class Records:
         found: dict[str, _Over] = {}
         with os.scandir(self.folder) as entries:
             for entry in entries:
+                if OURS.match(entry.name) is None:
+                    continue
                 path = Path(entry.path)
                 name, suffix = path.stem, path.suffix
                 with contextlib.suppress(FileNotFoundError):  # several processes may share it
