@@ -1,5 +1,8 @@
+import contextlib
+import http.server
 import socket
 import ssl
+import threading
 from typing import get_args
 
 import boto3
@@ -7,7 +10,7 @@ import botocore.exceptions
 import pytest
 
 from turnleaf.core import ContractError
-from turnleaf.sessions._agentcore_calls import CallFailed, Kind, _failure, connect
+from turnleaf.sessions._agentcore_calls import CallFailed, Kind, _failure, connect, invoke, stop
 from turnleaf.sessions._invocation import ADVICE, DID_NOT_RUN
 from turnleaf.sessions._reporting import Redaction
 
@@ -121,6 +124,52 @@ def test_an_exception_says_whether_the_agent_can_have_run(error, kind):
 def test_without_credentials_no_rollout_can_start(error):
     with pytest.raises(ContractError, match="give this process credentials of AWS"):
         failure(error)
+
+
+@contextlib.contextmanager
+def answering(status, body):
+    """The address of an endpoint that answers everything so."""
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            """Tests print nothing."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+TARGET = {"agentRuntimeArn": "arn:aws:bedrock-agentcore:us-west-2:123456789012:runtime/a-1"}
+UNREADABLE = [b"\xff", b"[]", b"[" * 100_000, b'{"code": []}']
+
+
+@pytest.mark.parametrize("status", [429, 500])
+@pytest.mark.parametrize("body", UNREADABLE, ids=lambda body: repr(body[:4]))
+def test_a_reply_that_boto3_cannot_read_tells_nothing(monkeypatch, status, body):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    with answering(status, body) as url:
+        client = connect(
+            "us-west-2", url, connect_timeout=3, read_timeout=3, connections=1, keep_alive=False
+        )
+        with pytest.raises(CallFailed, match="boto3 cannot read the reply") as invoked:
+            invoke(client, TARGET, "s" * 40, b"{}", max_bytes=9, redaction=Redaction(SECRET))
+        with pytest.raises(CallFailed, match="boto3 cannot read the reply") as stopped:
+            stop(client, TARGET, "s" * 40)
+        client.close()
+    assert [invoked.value.kind, stopped.value.kind] == ["lost", "lost"]
 
 
 def test_only_what_provably_did_not_run_is_repeated_and_every_failure_has_advice():

@@ -7,7 +7,8 @@ the agent can have run:
     full         402, too many active sessions             it did not
     conflict     409, the session is being made or ended   it did not
     unreachable  refused, or not connected in time         it did not
-    lost         5xx, a timeout, a broken connection       nobody knows
+    lost         5xx, a timeout, a broken connection, a    nobody knows
+                 reply that boto3 cannot read
     agent        424, the agent answered with 4xx or 5xx   it ran
     missing      404                                       there is no such runtime, or session
     refused      any other 4xx, no valid credentials       it did not, and will not
@@ -24,7 +25,7 @@ import botocore.config
 import botocore.exceptions
 import urllib3.exceptions
 
-from turnleaf.core import ContractError, described
+from turnleaf.core import ContractError, TurnleafError, described
 from turnleaf.sessions._exchange import ACCEPT, Result
 from turnleaf.sessions._reaching import chain, is_nameless, reason
 from turnleaf.sessions._reporting import Redaction
@@ -148,7 +149,9 @@ def invoke(
                 result.feed(piece)
         finally:
             stream.close()
-    except FAILURES as error:
+    except TurnleafError:
+        raise
+    except Exception as error:  # noqa: BLE001  # botocore's parsers raise anything
         raise _failure(error, redaction) from None
     return result.finish()
 
@@ -160,7 +163,7 @@ def stop(client: Any, target: Mapping[str, str], session_id: str) -> None:
     """
     try:
         client.stop_runtime_session(**target, runtimeSessionId=session_id)
-    except FAILURES as error:
+    except Exception as error:  # noqa: BLE001  # botocore's parsers raise anything
         failure = _failure(error, Redaction(None))
         if failure.kind != "missing":
             raise failure from None
@@ -181,6 +184,9 @@ def _failure(error: Exception, redaction: Redaction) -> CallFailed:
         )
     if isinstance(error, CREDENTIALS):
         return CallFailed("refused", redaction.text(described(error)))
+    if not isinstance(error, FAILURES):
+        text = f"boto3 cannot read the reply: {described(error)}"
+        return CallFailed("lost", redaction.text(text))
     text = redaction.text(f"{type(error).__name__}: {reason(error)}")
     distrusted = any(isinstance(one, ssl.SSLCertVerificationError) for one in chain(error))
     if isinstance(error, UNREACHABLE) or is_nameless(error) or distrusted:
