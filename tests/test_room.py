@@ -4,7 +4,7 @@ import threading
 import anyio
 import pytest
 
-from turnleaf.sessions._room import Room
+from turnleaf.sessions._room import Pace, Room
 
 pytestmark = pytest.mark.anyio
 
@@ -81,3 +81,24 @@ def test_a_loop_that_is_gone_keeps_no_place():
     assert not waiting.done()
     waiting._log_destroy_pending = False  # type: ignore[attr-defined]
     waiting.get_coro().close()
+
+
+def test_event_loops_share_a_pace():
+    pace, times = Pace(200), []
+
+    async def some():
+        async with anyio.create_task_group() as tasks:
+            for _ in range(20):
+                tasks.start_soon(one)
+
+    async def one():
+        await pace.wait()
+        times.append(anyio.current_time())
+
+    threads = [threading.Thread(target=asyncio.run, args=(some(),), daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    assert len(times) == 60
+    assert max(times) - min(times) >= 59 / 200

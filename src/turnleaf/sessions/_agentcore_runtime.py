@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 import attrs
 
-from turnleaf.core import StartRate
 from turnleaf.sessions import _agentcore_calls as calls
 from turnleaf.sessions._agentcore_settings import RuntimeSettings
 from turnleaf.sessions._keeping import Keeper
 from turnleaf.sessions._reporting import Redaction
-from turnleaf.sessions._room import Place, Room
+from turnleaf.sessions._room import Pace, Place, Room
 from turnleaf.sessions._threads import DaemonThreads, call_in_daemon_thread
 
 __all__ = ["Runtime", "call_in_thread", "runtime_of"]
@@ -36,14 +35,14 @@ class Runtime:
 
     settings: RuntimeSettings
     room: Room = attrs.field(init=False)
-    poll_rate: StartRate = attrs.field(init=False)
+    poll_rate: Pace = attrs.field(init=False)
     speaks_envelope: bool = attrs.field(init=False, default=False)
-    _new_rate: StartRate = attrs.field(init=False)
+    _new_rate: Pace = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.room = Room(self.settings.max_sessions)
-        self.poll_rate = StartRate(self.settings.polls_per_second)
-        self._new_rate = StartRate(self.settings.sessions_per_minute / 60)
+        self.poll_rate = Pace(self.settings.polls_per_second)
+        self._new_rate = Pace(self.settings.sessions_per_minute / 60)
 
     async def admit(self) -> Place:
         """Wait until another session may be made, and take its place."""

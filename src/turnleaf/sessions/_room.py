@@ -1,4 +1,4 @@
-"""Room for a limited number at a time, first come, first served."""
+"""Room for a limited number at a time, and an even pace; first come, first served."""
 
 import asyncio
 import threading
@@ -8,7 +8,9 @@ import anyio
 import anyio.lowlevel
 import attrs
 
-__all__ = ["Place", "Room"]
+from turnleaf.core import StartRate
+
+__all__ = ["Pace", "Place", "Room"]
 
 
 @attrs.define(eq=False)
@@ -86,3 +88,20 @@ class Room:
                     continue  # its loop is closed, and nobody waits there any more
                 return
             self._free += 1
+
+
+class Pace:
+    """`per_second` at most, evenly spaced, for tasks of any event loop."""
+
+    def __init__(self, per_second: float) -> None:
+        self._rate = StartRate(per_second)
+        # The turnstile of a StartRate is for one event loop; in here it has nobody to hold up.
+        self._turnstile = Room(1)
+
+    async def wait(self) -> None:
+        """Return when it is the caller's turn. Who is cancelled while waiting takes none."""
+        place = await self._turnstile.take()
+        try:
+            await self._rate.wait()
+        finally:
+            place.let_go()
