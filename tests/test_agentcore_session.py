@@ -561,6 +561,17 @@ async def test_stops_that_are_slow_do_not_hold_up_others(plain):
         assert emulator.log.stops[0].session_id == session.session_id
 
 
+async def test_a_stop_that_is_not_answered_is_repeated(plain, monkeypatch):
+    monkeypatch.setattr(runtime_module, "STOP_READ_TIMEOUT", 0.3)
+    async with emulated(plain) as emulator:
+        emulator.inject(AgentCoreFault(operation="stop", delay=1.0))
+        began = anyio.current_time()
+        await run(emulator)
+        assert anyio.current_time() - began < 1
+        assert [stop.outcome for stop in emulator.log.stops] == ["stopped"]
+        await until(lambda: len(emulator.log.stops) == 2)
+
+
 async def test_a_session_that_is_gone_is_stopped(plain):
     async with emulated(plain) as emulator:
         async with session_at(emulator) as session:
@@ -680,18 +691,19 @@ async def test_new_sessions_are_evenly_spaced(plain):
     assert began[-1] - began[0] > 0.59
 
 
-async def test_all_sessions_share_two_clients_and_a_keeper(plain, monkeypatch):
+async def test_all_sessions_share_clients_and_a_keeper(background, monkeypatch):
     made = []
     connect = runtime_module.calls.connect
     monkeypatch.setattr(
         runtime_module.calls, "connect", lambda **said: made.append(said) or connect(**said)
     )
-    async with emulated(plain) as emulator, anyio.create_task_group() as tasks:
+    async with emulated(background) as emulator, anyio.create_task_group() as tasks:
         for qualifier in (None, "DEFAULT"):
             for _ in range(5):
                 tasks.start_soon(lambda: run(emulator, qualifier=qualifier))  # noqa: B023
-    assert len(made) == 2
-    assert sorted(said["keep_alive"] for said in made) == [False, True]
+    # For starts, polls and stops.
+    assert sorted(said["read_timeout"] for said in made) == [10, 90, 3600]
+    assert [said["keep_alive"] for said in made] == [False, True, True]
 
 
 async def test_sessions_are_made_while_a_client_is_being_connected(plain, monkeypatch):

@@ -17,8 +17,10 @@ from turnleaf.sessions._threads import DaemonThreads, call_in_daemon_thread
 
 __all__ = ["Runtime", "call_in_thread", "runtime_of"]
 
-SHORT_READ_TIMEOUT = 90.0
-"""Seconds without a byte of the reply to a poll or a stop; an agent may hold a poll for a while."""
+POLL_READ_TIMEOUT = 90.0
+"""Seconds without a byte of the reply to a poll, which an agent may hold for a while."""
+STOP_READ_TIMEOUT = 10.0
+"""The same of a stop. It is short enough for a stop that was lost to be repeated in time."""
 STOPS_AT_ONCE = 64
 """What the 500 sessions of an abort, stopped twice each, take to be stopped within STOP_LIMIT."""
 
@@ -65,17 +67,17 @@ class Runtime:
         Raises as `invoke` of `_agentcore_calls` does.
         """
         _shared.keeper.opened(session_id, client=self._address, target=self.settings.target)
-        return self._invoke(self._client(starts=True), session_id, body, redaction)
+        return self._invoke(self._starting_client, session_id, body, redaction)
 
     def ask(self, session_id: str, body: bytes, redaction: Redaction) -> Any:
         """Invoke the agent in a session again, for a short reply. Blocks; raises as `start`."""
-        return self._invoke(self._client(starts=False), session_id, body, redaction)
+        return self._invoke(self._polling_client, session_id, body, redaction)
 
     async def stop(self, session_id: str) -> None:
         """End a session that was started; raises as `stop` of `_agentcore_calls` does."""
 
         def stop() -> None:
-            calls.stop(self._client(starts=False), self.settings.target, session_id)
+            calls.stop(self._stopping_client, self.settings.target, session_id)
 
         await _shared.stopping.call(stop)
 
@@ -97,18 +99,30 @@ class Runtime:
     def _address(self) -> dict[str, str | None]:
         return {"region_name": self.settings.region, "endpoint_url": self.settings.endpoint_url}
 
-    def _client(self, *, starts: bool) -> Any:
-        """botocore has timeouts for a whole client, hence one for starts and one for the rest.
+    @property
+    def _starting_client(self) -> Any:
+        # A start that is lost is a rollout that is lost, hence its connection of its own.
+        return self._client(
+            self.settings.timeout, connections=self.settings.max_sessions, keep_alive=False
+        )
 
-        A start that is lost is a rollout that is lost, hence its connection of its own.
-        """
+    @property
+    def _polling_client(self) -> Any:
+        return self._client(POLL_READ_TIMEOUT, connections=self.settings.max_sessions)
+
+    @property
+    def _stopping_client(self) -> Any:
+        return self._client(STOP_READ_TIMEOUT, connections=STOPS_AT_ONCE)
+
+    def _client(self, read_timeout: float, *, connections: int, keep_alive: bool = True) -> Any:
+        """botocore has timeouts for a whole client, hence one for each kind of call."""
         return _shared.client(
             region=self.settings.region,
             endpoint_url=self.settings.endpoint_url,
             connect_timeout=self.settings.connect_timeout,
-            read_timeout=self.settings.timeout if starts else SHORT_READ_TIMEOUT,
-            connections=self.settings.max_sessions + (0 if starts else STOPS_AT_ONCE),
-            keep_alive=not starts,
+            read_timeout=read_timeout,
+            connections=connections,
+            keep_alive=keep_alive,
         )
 
 
