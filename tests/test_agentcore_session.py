@@ -48,6 +48,7 @@ def _credentials():
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
     monkeypatch.setattr(_retrying, "FIRST", 0.05)
+    monkeypatch.setattr(invocation_module, "LATE", 2.05)
 
 
 @pytest.fixture(scope="module")
@@ -497,6 +498,22 @@ async def test_a_session_that_is_made_before_its_stop_is_answered_is_stopped_aga
             tasks.cancel_scope.cancel()
         assert emulator.log.stops[0].outcome == "ResourceNotFoundException"
         assert len(emulator.log.sessions) == 1
+
+
+async def test_a_session_that_a_lost_start_makes_late_is_stopped(plain, monkeypatch):
+    monkeypatch.setattr(invocation_module, "LATE", 2.0)
+    async with emulated(plain) as emulator, anyio.create_task_group() as tasks:
+        emulator.inject(AgentCoreFault(operation="invoke", delay=0.7))
+
+        async def lose():
+            await until(lambda: emulator.log.invocations != [])
+            await emulator.restart(keep_sessions=True)
+
+        tasks.start_soon(lose)
+        with pytest.raises(SessionError, match="nobody knows whether the agent ran"):
+            await run(emulator)
+        outcomes = [stop.outcome for stop in emulator.log.stops]
+        assert (outcomes[0], outcomes[-1]) == ("ResourceNotFoundException", "stopped")
 
 
 async def test_a_session_that_is_left_while_it_is_made_is_stopped(plain):

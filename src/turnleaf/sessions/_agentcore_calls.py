@@ -156,8 +156,8 @@ def invoke(
     return result.finish()
 
 
-def stop(client: Any, target: Mapping[str, str], session_id: str) -> None:
-    """End a session, and cut what runs in it; one that is gone is a success.
+def stop(client: Any, target: Mapping[str, str], session_id: str) -> bool:
+    """End a session, and cut what runs in it; whether it was there. Gone is a success, too.
 
     Raises CallFailed, and ContractError without credentials.
     """
@@ -167,6 +167,8 @@ def stop(client: Any, target: Mapping[str, str], session_id: str) -> None:
         failure = _failure(error, Redaction(None))
         if failure.kind != "missing":
             raise failure from None
+        return False
+    return True
 
 
 def _failure(error: Exception, redaction: Redaction) -> CallFailed:

@@ -73,13 +73,13 @@ class Runtime:
         """Invoke the agent in a session again, for a short reply. Blocks; raises as `start`."""
         return self._invoke(self._polling_client, session_id, body, redaction)
 
-    async def stop(self, session_id: str) -> None:
-        """End a session that was started; raises as `stop` of `_agentcore_calls` does."""
+    async def stop(self, session_id: str) -> bool:
+        """End a session that was started; returns and raises as `stop` of `_agentcore_calls`."""
 
-        def stop() -> None:
-            calls.stop(self._stopping_client, self.settings.target, session_id)
+        def stop() -> bool:
+            return calls.stop(self._stopping_client, self.settings.target, session_id)
 
-        await _shared.stopping.call(stop)
+        return await _shared.stopping.call(stop)
 
     async def forget(self, session_id: str) -> None:
         """Take note that a session that was to be started has ended, or was never made."""

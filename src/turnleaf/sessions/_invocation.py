@@ -44,6 +44,10 @@ POLL_HELD = 30.0
 STOP_LIMIT = 45.0
 """Seconds that a session may take to be stopped; core gives up leaving it after 60."""
 
+LATE = 15.0
+"""Seconds after which a start whose outcome is not known makes no session any more. It was seen to
+take 12.6."""
+
 DID_NOT_RUN: frozenset[Kind] = frozenset({"conflict", "full", "throttled", "unreachable"})
 """How a start fails that may be repeated: the agent has provably not run."""
 
@@ -214,19 +218,23 @@ class Invocation:
         return call.result()
 
     async def _end(self, call: "asyncio.Task[Any]") -> None:
-        again = 1.0
+        again, until = 1.0, anyio.current_time() + LATE
+        was_there = False
         while self._may_exist:
             # What is on its way now may make the session after it was stopped, even before the stop
-            # is answered.
-            is_last = call.done()
-            await self._stopped()
-            if is_last:
+            # is answered. So may what was lost, for a while.
+            was_over = call.done()
+            was_there = await self._stopped() or was_there
+            if was_over and (was_there or not _is_lost(call) or anyio.current_time() >= until):
                 break
-            await asyncio.wait([call], timeout=again)
+            if was_over:
+                await anyio.sleep(min(again, LATE))
+            else:
+                await asyncio.wait([call], timeout=again)
             again *= 2
         await self.runtime.forget(self.session_id)
 
-    async def _stopped(self) -> None:
+    async def _stopped(self) -> bool:
         backoff = Backoff(STOP_LIMIT)
         while True:
             try:
@@ -234,3 +242,8 @@ class Invocation:
             except CallFailed as failure:
                 if failure.kind == "refused" or not await backoff.wait():
                     raise
+
+
+def _is_lost(call: "asyncio.Task[Any]") -> bool:
+    failure = None if call.cancelled() else call.exception()
+    return isinstance(failure, CallFailed) and failure.kind == "lost"
