@@ -20,6 +20,8 @@ ARN = re.compile(
 )
 QUALIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 MOST_SESSIONS = 10_000
+MOST_SECONDS = 1_000_000
+"""Of a timeout: the system counts them in milliseconds of 32 bits."""
 _EXCERPT = 200
 
 
@@ -75,6 +77,11 @@ def _is_positive(_: object, field: "attrs.Attribute[Any]", value: object) -> Non
     positive(SESSION, field.name, value)
 
 
+def _is_timeout(_: object, field: "attrs.Attribute[Any]", value: object) -> None:
+    if positive(SESSION, field.name, value) > MOST_SECONDS:
+        raise _wrong(field.name, value, f"a number of seconds up to {MOST_SECONDS}")
+
+
 @attrs.frozen(kw_only=True)
 class RuntimeSettings:
     """The arguments of AgentCoreHttpSession; its docstring says what each means.
@@ -96,8 +103,8 @@ class RuntimeSettings:
     max_sessions: int = attrs.field(validator=_is_count(MOST_SESSIONS))
     sessions_per_minute: float = attrs.field(validator=_is_positive)
     polls_per_second: float = attrs.field(validator=_is_positive)
-    timeout: float = attrs.field(validator=_is_positive)
-    connect_timeout: float = attrs.field(validator=_is_positive)
+    timeout: float = attrs.field(validator=_is_timeout)
+    connect_timeout: float = attrs.field(validator=_is_timeout)
     retry_time: float = attrs.field(validator=_is_positive)
     max_response_bytes: int = attrs.field(validator=_is_count(2**31 - 1))
 

@@ -6,11 +6,21 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from turnleaf.core import AgentError, BadResultError, PayloadError, SettingsError, described
+from turnleaf.core import (
+    AgentError,
+    BadResultError,
+    PayloadError,
+    SettingsError,
+    described,
+    excerpt,
+)
 from turnleaf.sessions._events import EventTooLarge, LastEvent
 from turnleaf.sessions._reporting import Redaction
 
 __all__ = ["ACCEPT", "Result", "encoded", "new_session_id", "positive"]
+
+EXCERPT = 200
+"""Characters of a bad argument in its error."""
 
 ACCEPT = "application/json, text/event-stream"
 
@@ -22,10 +32,14 @@ def new_session_id() -> str:
 
 def positive(session: str, name: str, value: Any) -> float:
     """A session's argument as a float; raises SettingsError unless it is a number above 0."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
-        raise SettingsError(f"{session}: {name} is {value!r}; give a number above 0")
-    return float(value)
+    try:
+        number = float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not 0 < number < math.inf:
+        said = excerpt(value, length=EXCERPT)
+        raise SettingsError(f"{session}: {name} is {said}; give a number above 0")
+    return number
 
 
 def encoded(payload: Mapping[str, Any]) -> bytes:
