@@ -597,6 +597,20 @@ async def test_a_session_that_is_gone_is_stopped(plain):
         assert [stop.outcome for stop in emulator.log.stops] == ["ResourceNotFoundException"]
 
 
+async def test_a_session_that_is_not_stopped_in_time_is_reported_with_the_cause(
+    plain, caplog, monkeypatch
+):
+    monkeypatch.setattr(invocation_module, "STOP_LIMIT", 1.0)
+    async with emulated(plain) as emulator:
+        emulator.inject(AgentCoreFault(operation="stop", error="ThrottlingException", times=None))
+        async with session_at(emulator) as session:
+            await session.run(payload_of())
+        assert f"session {session.session_id} could not be stopped" in caplog.text
+        assert "ThrottlingException" in caplog.text
+        emulator.clear_faults()
+        await session._runtime.stop(session.session_id)
+
+
 async def test_a_stop_that_is_forbidden_is_reported(plain, caplog):
     async with emulated(plain) as emulator:
         emulator.inject(AgentCoreFault(operation="stop", error="AccessDeniedException"))

@@ -25,7 +25,7 @@ from turnleaf.sessions._agentcore_runtime import Runtime, call_in_thread
 from turnleaf.sessions._envelope import State
 from turnleaf.sessions._exchange import encoded
 from turnleaf.sessions._reporting import Redaction
-from turnleaf.sessions._retrying import Backoff
+from turnleaf.sessions._retrying import Backoff, delays
 from turnleaf.sessions._room import Place
 
 __all__ = ["Invocation", "poll_interval"]
@@ -92,6 +92,8 @@ class Invocation:
     _id: str = attrs.field(init=False, factory=lambda: uuid.uuid4().hex)
     _call: "asyncio.Task[Any] | None" = attrs.field(init=False, default=None)
     _may_exist: bool = attrs.field(init=False, default=False)
+    _trouble: str = attrs.field(init=False, default="")
+    """Why the session was not stopped."""
 
     async def result(self, payload: dict[str, Any]) -> Any:
         """Start the agent, and wait until it has a result; for what is raised, see the session."""
@@ -126,21 +128,20 @@ class Invocation:
         """
         if self._call is None:
             return
-        failure = f"no answer within {STOP_LIMIT:g} s"
         with anyio.move_on_after(STOP_LIMIT):
             try:
                 await self._end(self._call)
                 return
-            except CallFailed as error:
-                failure = str(error)
-                if error.kind == "refused":
-                    failure += "; it takes the permission bedrock-agentcore:StopRuntimeSession"
+            except CallFailed as error:  # refused
+                self._trouble = (
+                    f"{error}; it takes the permission bedrock-agentcore:StopRuntimeSession"
+                )
             except ContractError as error:
-                failure = str(error)
+                self._trouble = str(error)
         logger.warning(
             "session %s could not be stopped and ends by itself once it is idle: %s",
             self.session_id,
-            failure,
+            self._trouble or f"no answer within {STOP_LIMIT:g} s",
         )
 
     async def _started(self, body: bytes) -> Any:
@@ -235,13 +236,16 @@ class Invocation:
         await self.runtime.forget(self.session_id)
 
     async def _stopped(self) -> bool:
-        backoff = Backoff(STOP_LIMIT)
+        """Stop it, however often that fails; whether it was there. Raises what cannot pass."""
+        waits = delays()
         while True:
             try:
                 return await self.runtime.stop(self.session_id)
             except CallFailed as failure:
-                if failure.kind == "refused" or not await backoff.wait():
+                if failure.kind == "refused":
                     raise
+                self._trouble = str(failure)
+            await anyio.sleep(next(waits))
 
 
 def _is_lost(call: "asyncio.Task[Any]") -> bool:
