@@ -8,12 +8,10 @@ from typing import Any, Literal
 
 import attrs
 
-from turnleaf.core import excerpt
+from turnleaf.core import ENVELOPE, ENVELOPE_VERSION, ENVELOPE_WAIT, excerpt
 
 __all__ = [
-    "ENVELOPE",
     "MAX_WAIT",
-    "WAIT",
     "Envelope",
     "EnvelopeError",
     "completed",
@@ -23,12 +21,6 @@ __all__ = [
     "unfinished",
 ]
 
-ENVELOPE = "_agentcore_runtime"
-WAIT = "_agentcore_runtime_wait"
-"""Beside the envelope, not in it: apps refuse fields of the envelope that they do not know, and
-look at nothing else of a request that only asks."""
-
-VERSION = 1
 MAX_WAIT = 60.0
 """Seconds that an answer is held back at most, whatever is asked for."""
 
@@ -63,8 +55,8 @@ def read_envelope(payload: Mapping[str, Any]) -> Envelope:
     if unknown := envelope.keys() - {"version", "operation", "invocation_id", "background"}:
         raise EnvelopeError(f"{ENVELOPE} has the unknown field {_quoted(min(unknown))}")
     version = envelope.get("version")
-    if type(version) is not int or version != VERSION:
-        raise _bad(envelope, "version", f"the integer {VERSION}")
+    if type(version) is not int or version != ENVELOPE_VERSION:
+        raise _bad(envelope, "version", f"the integer {ENVELOPE_VERSION}")
     operation = envelope.get("operation")
     if operation not in ("start", "get"):
         raise _bad(envelope, "operation", '"start" or "get"')
@@ -83,9 +75,11 @@ def read_envelope(payload: Mapping[str, Any]) -> Envelope:
         return Envelope("start", invocation_id, background=background)
     if "background" in envelope:
         raise EnvelopeError(f"{ENVELOPE}.background is for start only")
-    wait = payload.get(WAIT, 0)
+    wait = payload.get(ENVELOPE_WAIT, 0)
     if type(wait) not in (int, float) or not 0 <= wait < float("inf"):
-        raise EnvelopeError(f"{WAIT} is {_quoted(wait)}; it must be a number of seconds, 0 or more")
+        raise EnvelopeError(
+            f"{ENVELOPE_WAIT} is {_quoted(wait)}; it must be a number of seconds, 0 or more"
+        )
     return Envelope("get", invocation_id, wait=float(min(wait, MAX_WAIT)))
 
 
@@ -116,7 +110,7 @@ def failed(invocation_id: str, error: str) -> bytes:
 
 
 def _reply(invocation_id: str, status: str) -> dict[str, Any]:
-    return {"version": VERSION, "invocation_id": invocation_id, "status": status}
+    return {"version": ENVELOPE_VERSION, "invocation_id": invocation_id, "status": status}
 
 
 def encoded(value: object) -> bytes:

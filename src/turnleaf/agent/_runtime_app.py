@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Lifespan
 
-from turnleaf.agent._envelope import ENVELOPE, Envelope, EnvelopeError, encoded, read_envelope
+from turnleaf.agent._envelope import Envelope, EnvelopeError, encoded, read_envelope
 from turnleaf.agent._failures import secret_of
 from turnleaf.agent._handlers import contained, result_of
 from turnleaf.agent._invocations import Invocations
 from turnleaf.agent._records import RecordLimits, Records
 from turnleaf.agent._streams import Events, EventsResponse
-from turnleaf.core import ContractError, SettingsError, wait_for_first
+from turnleaf.core import ENVELOPE, ContractError, SettingsError, wait_for_first
 
 __all__ = ["AgentCoreRuntimeApp"]
 

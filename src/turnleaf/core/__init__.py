@@ -3,6 +3,7 @@
 from turnleaf.core._advantages import ESTIMATORS, group_advantages
 from turnleaf.core._background import Background
 from turnleaf.core._described import described, excerpt, hidden, unwrapped
+from turnleaf.core._envelope import ENVELOPE, ENVELOPE_VERSION, ENVELOPE_WAIT
 from turnleaf.core._errors import *  # noqa: F403  # the error tree is public as a whole
 from turnleaf.core._errors import __all__ as _errors
 from turnleaf.core._exchange import MAX_NESTING, checked_payload, nesting_exceeds
@@ -34,6 +35,9 @@ from turnleaf.core._turn import (
 )
 
 __all__ = [
+    "ENVELOPE",
+    "ENVELOPE_VERSION",
+    "ENVELOPE_WAIT",
     "ESTIMATORS",
     "LARGEST_REWARD",
     "MAX_NESTING",

@@ -8,15 +8,15 @@ from typing import Any, Literal, Self
 
 import attrs
 
-from turnleaf.core import BadResultError, PayloadError
+from turnleaf.core import (
+    ENVELOPE,
+    ENVELOPE_VERSION,
+    ENVELOPE_WAIT,
+    BadResultError,
+    PayloadError,
+)
 
-__all__ = ["ENVELOPE", "State", "get", "start"]
-
-ENVELOPE = "_agentcore_runtime"
-WAIT = "_agentcore_runtime_wait"
-"""Beside it, in a get: for how many seconds the agent may hold its reply back while it works.
-turnleaf's own AgentCoreRuntimeApp does; others do not look at it."""
-VERSION = 1
+__all__ = ["State", "get", "start"]
 
 Status = Literal["in_progress", "completed", "interrupted", "not_found"]
 STATUSES: tuple[Status, ...] = ("in_progress", "completed", "interrupted", "not_found")
@@ -38,11 +38,11 @@ def start(payload: dict[str, Any], invocation_id: str) -> dict[str, Any]:
 
 def get(invocation_id: str, *, wait: float) -> dict[str, Any]:
     """The payload that asks how far an invocation is, and may be answered after `wait` seconds."""
-    return {ENVELOPE: _operation("get", invocation_id), WAIT: wait}
+    return {ENVELOPE: _operation("get", invocation_id), ENVELOPE_WAIT: wait}
 
 
 def _operation(name: str, invocation_id: str) -> dict[str, Any]:
-    return {"version": VERSION, "operation": name, "invocation_id": invocation_id}
+    return {"version": ENVELOPE_VERSION, "operation": name, "invocation_id": invocation_id}
 
 
 @attrs.frozen
@@ -67,7 +67,7 @@ class State:
         if not isinstance(reply, dict) or reply.get("invocation_id") != invocation_id:
             return None
         version, status = reply.get("version"), reply.get("status")
-        if type(version) is not int or version != VERSION or status not in STATUSES:
+        if type(version) is not int or version != ENVELOPE_VERSION or status not in STATUSES:
             return None
         outcomes = reply.keys() & {"result", "error"}
         error = reply.get("error")

@@ -6,10 +6,10 @@ from typing import Any, Self
 import attrs
 import orjson
 
+from turnleaf.core import ENVELOPE
+
 __all__ = ["Payload", "speaks_envelope"]
 
-ENVELOPE = "_agentcore_runtime"
-"""Where a background invocation's operation and id are, in a payload."""
 _NO_PART_OF_IT = frozenset({ENVELOPE, "_config"})
 
 
