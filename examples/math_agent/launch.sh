@@ -81,7 +81,7 @@ check_config() {
         CONFIG=$(realpath -- "$CONFIG")
     else
         fault "CONFIG=$CONFIG: there is no such file that can be read;" \
-            "cp $here/config.yaml.example config.yaml, and say in it where your agent is"
+            "cp $here/config.yaml.example ${CONFIG:-config.yaml}, and say in it where your agent is"
     fi
 }
 
