@@ -289,6 +289,8 @@ def test_a_name_of_any_kind_is_refused(name: object) -> None:
         ("gatway_port: 1", "gatway_port", "gateway_port"),
         ("turnleaf: {public_ulr: x}", "turnleaf.public_ulr", "turnleaf.public_url"),
         ("turnleaf: {gateway_port: 1}", "turnleaf.gateway_port", "gateway_port"),
+        ("turnleaf: {tps_limit: 1}", "turnleaf.tps_limit", "tps_limit"),
+        ("metrics_port: 1", "metrics_port", "turnleaf.metrics_port"),
         ("turnleaf: {client_reasoning: x}", None, "turnleaf.history.client_reasoning"),
         ("turnleaf: {histroy: {}}", "turnleaf.histroy", "turnleaf.history"),
         ("turnleaf: {1: 2}", "turnleaf.1", None),

@@ -65,3 +65,36 @@ def test_they_work_at_the_interpreters_exit_which_does_not_wait_for_them():
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert (ended.stdout, ended.stderr) == ("done\n", "")
+
+
+@pytest.mark.parametrize(
+    ("is_busy", "said"),
+    [(False, ""), (True, "turnleaf try: the agent still runs in this process, which now ends\n")],
+)
+def test_a_command_is_not_left_for_threads_that_only_wait(is_busy, said):
+    program = (
+        "import anyio, sys, threading\n"
+        "from turnleaf.cli._leaving import leave\n"
+        "from turnleaf.core import Service\n"
+        "from turnleaf.sessions._threads import DaemonThreads\n"
+        "earlier, threads = threading.enumerate(), DaemonThreads(2, name='turnleaf-test')\n"
+        "threads.start()\n"
+        "begun = threading.Event()\n"
+        "def block():\n"
+        "    begun.set()\n"
+        "    threading.Event().wait()\n"
+        "async def work():\n"
+        "    await threads.call(int)\n"
+        "    async with anyio.create_task_group() as tasks:\n"
+        f"        if {is_busy}:\n"
+        "            tasks.start_soon(threads.call, block)\n"
+        "            while not begun.is_set():\n"
+        "                await anyio.sleep(0.005)\n"
+        "        tasks.cancel_scope.cancel()\n"
+        "anyio.run(work)\n"
+        "leave(Service(), 3, earlier=earlier, command='try')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (3, said)

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import NoReturn
 
 from turnleaf.core import Service
+from turnleaf.sessions._threads import rests
 
 __all__ = ["leave"]
 
@@ -39,7 +40,11 @@ def leave(
     with contextlib.suppress(KeyboardInterrupt):
         closing.join(GRACE)
         end = time.monotonic() + THREAD_GRACE
-        started = [thread for thread in threading.enumerate() if thread not in earlier]
+        started = [
+            thread
+            for thread in threading.enumerate()
+            if thread not in earlier and not rests(thread)
+        ]
         for thread in started:
             thread.join(max(0.0, end - time.monotonic()))
         if not any(thread.is_alive() for thread in started):

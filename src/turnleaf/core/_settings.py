@@ -323,7 +323,9 @@ def _fault(field: "attrs.Attribute[Any]", value: object) -> list[str]:
 
 def _unknown(path: str, known: list[str]) -> str:
     dotted = _dotted(path)
-    nearest = difflib.get_close_matches(dotted, known, n=1, cutoff=0)[0]
+    # A name that stands at another place is nearer than any that is spelled alike.
+    moved = [one for one in known if one.rpartition(".")[2] == dotted.rpartition(".")[2]]
+    nearest = moved[0] if moved else difflib.get_close_matches(dotted, known, n=1, cutoff=0)[0]
     if dotted == path:
         return f"unknown setting {path!r}; the nearest valid one is {nearest!r}"
     nested = (f"{'  ' * depth}{name}:" for depth, name in enumerate(nearest.split(".")))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from turnleaf.core import described
 from turnleaf.sessions import _keeper
+from turnleaf.sessions._threads import resting
 
 __all__ = ["Keeper"]
 
@@ -108,7 +109,8 @@ class Keeper:
     def _replace(self, process: "subprocess.Popen[bytes]") -> None:
         """Wait for the end of a child, which nothing but its failure brings about."""
         began = time.monotonic()
-        code = process.wait()
+        with resting():
+            code = process.wait()
         with self._lock:
             assert process.stdin is not None  # noqa: S101  # it is a pipe
             process.stdin.close()

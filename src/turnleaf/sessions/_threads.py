@@ -5,15 +5,34 @@ import concurrent.futures
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import anyio
 
-__all__ = ["DaemonThreads", "call_in_daemon_thread"]
+__all__ = ["DaemonThreads", "call_in_daemon_thread", "resting", "rests"]
 
 Argument = TypeVar("Argument")
 Returned = TypeVar("Returned")
+
+
+_resting: set[threading.Thread] = set()
+
+
+@contextlib.contextmanager
+def resting() -> Iterator[None]:
+    """While this thread only waits for something to do, which no exit need wait for."""
+    thread = threading.current_thread()
+    _resting.add(thread)
+    try:
+        yield
+    finally:
+        _resting.discard(thread)
+
+
+def rests(thread: threading.Thread) -> bool:
+    """Whether the thread only waits for something to do."""
+    return thread in _resting
 
 
 async def call_in_daemon_thread(
@@ -84,4 +103,6 @@ class DaemonThreads:
 
     def _work(self) -> None:
         while True:
-            self._queue.get()()
+            with resting():
+                work = self._queue.get()
+            work()
