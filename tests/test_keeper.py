@@ -68,7 +68,7 @@ async def in_mid_run(emulator, count=3):
 
 
 async def all_stopped(emulator, count=3):
-    await until(lambda: emulator.log.not_stopped() == [])
+    await until(lambda: emulator.log.not_stopped() == [], seconds=60)
     assert [one.how for one in emulator.log.sessions] == ["stopped"] * count
     assert emulator.log.executed_twice() == {}
 
@@ -166,7 +166,7 @@ async def test_a_keeper_stops_what_is_open_and_nothing_else(emulator):
     keeper.closed("unknown")
     emulator.inject(AgentCoreFault(operation="stop", error="ThrottlingException", times=2))
     end(keeper)
-    await until(lambda: emulator.active_sessions == [first])
+    await until(lambda: emulator.active_sessions == [first], seconds=60)
     assert {stop.session_id for stop in emulator.log.stops} == {second}
 
 
@@ -176,7 +176,7 @@ async def test_a_session_that_is_gone_is_a_success_to_a_keeper(emulator, capfd):
     await emulator.kill(session_id)
     pid = keeper.pid
     end(keeper)
-    await until(lambda: not Path(f"/proc/{pid}").exists())
+    await until(lambda: not Path(f"/proc/{pid}").exists(), seconds=60)
     assert (
         f"process {os.getpid()} ended with sessions open: 1 stopped, 0 not" in capfd.readouterr()[1]
     )
@@ -203,7 +203,7 @@ async def test_a_keeper_that_dies_is_replaced_and_told_again(
         "it is started again with the next session"
     ]
     end(keeper)
-    await until(lambda: emulator.log.not_stopped() == [])
+    await until(lambda: emulator.log.not_stopped() == [], seconds=60)
 
 
 def test_a_keeper_that_cannot_be_started_is_reported_once(monkeypatch, caplog):
@@ -232,7 +232,7 @@ async def test_a_keeper_that_reads_nothing_is_replaced(emulator, monkeypatch):
     await anyio.to_thread.run_sync(fill)
     await open_session(emulator, keeper, 1)
     end(keeper)
-    await until(lambda: emulator.log.not_stopped() == [])
+    await until(lambda: emulator.log.not_stopped() == [], seconds=60)
 
 
 def test_a_keeper_that_is_not_needed_imports_little():
