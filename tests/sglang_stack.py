@@ -19,6 +19,8 @@ import attrs
 import httpx
 import numpy as np
 
+from turnleaf.gateway.engines import PROBE
+
 PYTHON = Path(os.environ.get("TURNLEAF_SGLANG_PYTHON", ""))
 DEVICE = os.environ.get("TURNLEAF_SGLANG_DEVICE", "cpu")
 TOLERANCE = {"cpu": 1e-4, "cuda": 0.2}[DEVICE]
@@ -51,13 +53,14 @@ class RealEngine:
     records: Path
 
     def calls(self) -> list[dict[str, Any]]:
-        """What it says of the calls that ended until now, in that order, re-scorings left out."""
+        """What it says of the calls that ended until now, in that order. Left out are re-scorings,
+        and the probes of workers, which it may write down when they are long at work."""
         lines = [
             json.loads(line)
             for file in sorted(self.records.glob("*.log"))
             for line in file.read_text().splitlines()
         ]
-        return [line for line in lines if not line["id"].startswith("score")]
+        return [line for line in lines if not line["id"].startswith(("score", PROBE))]
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         response = httpx.post(f"{self.url}{path}", json=body, timeout=120.0)
