@@ -42,7 +42,7 @@ TRAINING = """
 --entropy-coef 0.00 --eps-clip 0.2 --eps-clip-high 0.28
 --optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1
 --adam-beta1 0.9 --adam-beta2 0.98 --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d
---use-precision-aware-optimizer
+--use-precision-aware-optimizer --override-opt-param-scheduler
 --tensor-model-parallel-size 2 --sequence-parallel --use-dynamic-batch-size
 --max-tokens-per-gpu 14336 --balance-data
 --attention-backend fused --attention-dropout 0.0 --hidden-dropout 0.0
@@ -68,6 +68,7 @@ OF_MEGATRON = {
     "--optimizer",
     "--optimizer-cpu-offload",
     "--overlap-cpu-optimizer-d2h-h2d",
+    "--override-opt-param-scheduler",
     "--sequence-parallel",
     "--tensor-model-parallel-size",
     "--use-precision-aware-optimizer",

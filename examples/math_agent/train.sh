@@ -111,6 +111,8 @@ arguments+=(
     --optimizer-cpu-offload
     --overlap-cpu-optimizer-d2h-h2d
     --use-precision-aware-optimizer
+    # With RESUME=1 these count, and the --num-rollout above, not what the checkpoint was made with.
+    --override-opt-param-scheduler
 
     --tensor-model-parallel-size 2
     --sequence-parallel
