@@ -79,12 +79,11 @@ OF_SGLANG = {"--sglang-cuda-graph-max-bs", "--sglang-mem-fraction-static"}
 # slime reads this one before all others, with a parser of its own.
 OF_SLIME_EARLY = {"--debug-rollout-only"}
 
-PGREP = """
-case "$*" in
-    *raylet*) file=$STAND_IN_STATE/raylet ;;
-    *) file=$STAND_IN_STATE/sglang ;;
-esac
-[ -e "$file" ] && cat "$file"
+PGREP = '[ -e "$STAND_IN_STATE/sglang" ] && cat "$STAND_IN_STATE/sglang"'
+# The user's number and name, the process, its state and its name.
+PS = """
+printf '%s\\n' '0 root 1 Ss init' "${STAND_IN_OTHERS-}"
+[ ! -e "$STAND_IN_STATE/raylet" ] || echo "$EUID me $(cat "$STAND_IN_STATE/raylet") Sl raylet"
 """
 PKILL = """
 [ -e "$STAND_IN_STATE/sglang" ] || exit 1
@@ -144,7 +143,7 @@ def gpus(tmp_path: Path) -> Machine:
     made.add("turnleaf", 'exit "${STAND_IN_CHECK-0}"')
     made.add("pkill", PKILL)
     made.add_quiet("pgrep", PGREP)
-    made.add_quiet("ps", 'printf "%s\\n" "0 root init" "$STAND_IN_OTHERS"')
+    made.add_quiet("ps", PS)
     made.add_quiet("sleep", "")
     return made
 
@@ -317,6 +316,12 @@ def test_a_raylet_that_is_left_stops_it(gpus: Machine) -> None:
     assert run.calls[-1] == ["ray", "stop", "--force"]
 
 
+def test_a_raylet_that_has_ended_is_none(gpus: Machine) -> None:
+    """Until its parent collects it, which in a container without an init nobody does."""
+    ended = f"{os.geteuid()} me 4712 Z raylet\n4711 ann 9 Zl raylet <defunct>"
+    assert submitted(gpus.run(TRAIN, STAND_IN_OTHERS=ended))
+
+
 def test_what_the_check_finds_stops_it_first(gpus: Machine) -> None:
     mine = checkpoints(gpus)
     run = gpus.run(TRAIN, STAND_IN_CHECK="1")
@@ -462,7 +467,9 @@ def test_all_that_is_wrong_is_told_at_once(gpus: Machine, script: Path, rows: st
     switch = "DRY_RUN=yes: say DRY_RUN=1, or leave it out"
     assert told(run, [switch, *MISSING[:2], f"{rows} is not set: it names the rows", *MISSING[2:]])
 
-    variables = {"STAND_IN_NO_DRIVER": "1", "STAND_IN_OTHERS": "4711 ann raylet"}
+    # More behind it than a pipe holds: who reads must not stop at what it has found.
+    many = "4711 ann 9 Sl raylet\n" + "0 root 2 I kworker\n" * 5000
+    variables = {"STAND_IN_NO_DRIVER": "1", "STAND_IN_OTHERS": many}
     assert told(gpus.run(script, CUDA_HOME="nowhere", **variables), NOT_THIS_MACHINE)
 
 

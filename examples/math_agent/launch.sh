@@ -218,11 +218,17 @@ check_gpus() {
     done <<<"$capabilities"
 }
 
+# raylets: each one's user by number and name, and its process. pgrep would also tell those that have
+# ended and that nobody collects, as in a container without an init.
+raylets() {
+    ps -eo uid=,user:32=,pid=,stat=,comm= | awk '$4 !~ /^Z/ && $5 == "raylet" { print $1, $2, $3 }'
+}
+
 # Two Ray heads on one machine take each other's ports and jobs, and root's `ray stop` ends them all.
 check_others() {
     local other
     command -v ps >/dev/null || return 0
-    other=$(ps -eo uid=,user:32=,comm= | awk -v me="$EUID" '$1 != me && $3 == "raylet" { print $2; exit }')
+    other=$(raylets | awk -v me="$EUID" '$1 != me { user = $2 } END { print user }')
     [ -z "$other" ] ||
         machine_fault "the user $other runs Ray on this machine, and there is room for one: ask them to stop it"
 }
@@ -318,7 +324,8 @@ stop_stale() {
     }
     run ray stop --force
     [ "$DRY_RUN" = 0 ] || return 0
-    if processes=$(pgrep -d ' ' -u "$EUID" -x raylet); then
+    processes=$(raylets | awk -v me="$EUID" '$1 == me { all = all " " $3 } END { print substr(all, 2) }')
+    if [ -n "$processes" ]; then
         echo "\`ray stop\` left a raylet, whose actors would not see this run's environment:" \
             "kill -9 $processes, then start again" >&2
         exit 1
