@@ -104,6 +104,7 @@ def test_the_calculator_always_answers_shortly(expression: str) -> None:
         ("#### -$3.50 per day", "-3.5"),
         ("#### $-7", "-7"),
         ("#### −7", "-7"),
+        ("#### –7", "-7"),
         ("#### **42**.", "42"),
         (r"#### \boxed{42}", "42"),
         ("#### 0.5", ".50"),

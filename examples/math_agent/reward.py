@@ -6,7 +6,7 @@ from decimal import Decimal
 MARK = "####"
 
 _WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])|[0-9]+)"
-_NUMBER = re.compile(rf"\$?([-−]?)\$?({_WHOLE}(?:\.[0-9]+)?|\.[0-9]+)")
+_NUMBER = re.compile(rf"\$?([-−–]?)\$?({_WHOLE}(?:\.[0-9]+)?|\.[0-9]+)")
 
 
 def number_in(text):
