@@ -101,7 +101,10 @@ case "$*" in
     *) echo "git $*: unexpected" >&2; exit 1 ;;
 esac
 """
-NVCC = 'echo "Cuda compilation tools, release ${STAND_IN_CUDA-13.0}, V13.0.88"'
+NVCC = """
+[ "${STAND_IN_CUDA-}" != none ] || exit 127
+echo "Cuda compilation tools, release ${STAND_IN_CUDA-13.0}, V13.0.88"
+"""
 DF = (
     'printf "Filesystem 1024-blocks Used Available\\n/dev/x 1 1 %s\\n" "${STAND_IN_FREE-104857600}"'
 )
@@ -366,6 +369,7 @@ def test_megatron_that_somebody_changed_is_left_alone(installed: tuple[Machine, 
         ),
         ({"CUDA_HOME": "/no"}, "CUDA_HOME=/no: there is no bin/nvcc in it; install the CUDA 13.0"),
         ({"STAND_IN_CUDA": "12.8"}, "its nvcc is of CUDA 12.8, and 13.0 is needed; set CUDA_HOME"),
+        ({"STAND_IN_CUDA": "none"}, "its nvcc is of CUDA ?, and 13.0 is needed; set CUDA_HOME"),
         ({"STAND_IN_CUDA": "13.1"}, "its nvcc is of CUDA 13.1, and 13.0 is needed; set CUDA_HOME"),
         (
             {"VIRTUAL_ENV": None},

@@ -79,7 +79,7 @@ check_machine() {
             "install the CUDA 13.0 toolkit, or set CUDA_HOME to where it is"
     else
         # Apex compiles only with the very version that torch was compiled with.
-        release=$("$CUDA_HOME/bin/nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
+        release=$("$CUDA_HOME/bin/nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p' || true)
         [ "$release" = 13.0 ] ||
             fault "CUDA_HOME=$CUDA_HOME: its nvcc is of CUDA ${release:-?}, and 13.0 is needed;" \
                 "set CUDA_HOME to a CUDA 13.0 toolkit"
