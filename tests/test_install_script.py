@@ -56,7 +56,7 @@ uv pip install --no-deps \
 git init --quiet @/slime
 git -C @/slime fetch --depth 1 https://github.com/THUDM/slime.git {SLIME}
 git -C @/slime -c advice.detachedHead=false checkout --force --detach {SLIME}
-uv pip install --prerelease=allow --torch-backend=cu130 \
+uv pip install --torch-backend=cu130 \
     --requirement @/slime/requirements.txt 'wandb<0.28.2' {TORCH}
 uv pip install --no-deps --editable @/slime
 uv pip install --no-deps --reinstall-package sglang-router 'sglang-router @ \

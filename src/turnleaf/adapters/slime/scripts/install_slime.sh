@@ -337,8 +337,7 @@ wants_slime_package() {
     )
 }
 make_slime_package() {
-    install --prerelease=allow --torch-backend=cu130 --requirement "$slime/requirements.txt" "$WANDB" \
-        "${TORCH[@]}"
+    install --torch-backend=cu130 --requirement "$slime/requirements.txt" "$WANDB" "${TORCH[@]}"
     install --no-deps --editable "$slime"
 }
 
