@@ -406,6 +406,15 @@ def test_a_number_of_another_type_is_not_recalled() -> None:
     assert [match and match.turn_id for match in matches] == ["turn-1", None, None]
 
 
+def test_arguments_keep_the_order_in_which_they_are_sent() -> None:
+    history = History()
+    for turn, arguments in enumerate(({"a": "1", "b": "2"}, {"b": "2", "a": "1"})):
+        call = as_client(tool_calls=with_arguments(arguments, "{}"))
+        _, said, *_ = history.read([USER, call, *RESULTS], None).messages
+        assert list(said["tool_calls"][0]["function"]["arguments"]) == list(arguments)
+        recorded(history, [USER, call, *RESULTS], {"role": "assistant", "content": ""}, f"{turn}")
+
+
 @given(st.lists(st.lists(st.sampled_from(SAID), min_size=1, max_size=6), max_size=8))
 def test_messages_that_are_recalled_are_those_that_were_sent(
     conversations: list[list[dict[str, Any]]],
