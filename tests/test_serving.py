@@ -285,3 +285,21 @@ async def test_a_request_that_does_not_end_is_cut_off(
                 await begun.wait()
             await cut.wait()
     assert "requests in flight were cut off: 1" in caplog.text
+
+
+@pytest.mark.parametrize("use_uvloop", [True, False])
+def test_nobody_is_listened_to_once_it_is_cancelled(use_uvloop: bool) -> None:
+    async def serve_and_cancel() -> None:
+        listening = socket.create_server(("127.0.0.1", 0))
+        address = listening.getsockname()
+        with anyio.CancelScope() as scope:
+            async with served(answer, listening):
+                async with await anyio.connect_tcp(*address) as stream:
+                    await stream.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                    await stream.receive()
+                scope.cancel()
+        await anyio.lowlevel.checkpoint()  # uvloop closes sockets in its next round
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address).close()
+
+    anyio.run(serve_and_cancel, backend_options={"use_uvloop": use_uvloop})

@@ -47,6 +47,7 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
+        self.servers = []
         self._ending = anyio.Event()
 
     def end(self) -> None:
@@ -63,9 +64,14 @@ class _Server(uvicorn.Server):
             with anyio.move_on_after(_TICK):
                 await self._ending.wait()
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().serve(sockets)
+        finally:
+            self._stop_listening()  # uvicorn does not where it is cancelled
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for server in self.servers:
-            server.close()
+        self._stop_listening()
         for connection in list(self.server_state.connections):
             connection.shutdown()
         with anyio.move_on_after(SHUTDOWN_GRACE) as grace:
@@ -77,6 +83,10 @@ class _Server(uvicorn.Server):
             logger.warning("requests in flight were cut off: %d", len(self.server_state.tasks))
             for task in list(self.server_state.tasks):
                 task.cancel()
+
+    def _stop_listening(self) -> None:
+        for server in self.servers:
+            server.close()
 
 
 @contextlib.asynccontextmanager
@@ -104,8 +114,11 @@ async def served(app: ASGIApp, listening: socket.socket) -> AsyncIterator[None]:
         async with anyio.create_task_group() as tasks:
 
             async def serve() -> None:
-                more = (listening.dup() for _ in range(ACCEPTED_AT_ONCE - 1))
-                await server.serve(sockets=[listening, *more])
+                with contextlib.ExitStack() as closing:
+                    more = [
+                        closing.enter_context(listening.dup()) for _ in range(ACCEPTED_AT_ONCE - 1)
+                    ]
+                    await server.serve(sockets=[listening, *more])
 
             tasks.start_soon(serve)
             try:
