@@ -4,7 +4,9 @@ import httpx
 import pytest
 
 from tests.gateway_stack import running_gateway
-from turnleaf.gateway._watched import KINDS, Refusal, Requests
+from turnleaf.gateway._agents_app import agents_app
+from turnleaf.gateway._keys import Keys
+from turnleaf.gateway._watched import KINDS, Refusal, Requests, Watched
 
 BODY = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -52,6 +54,17 @@ async def test_kinds_of_refusals_have_a_limit():
             await client.get(f"{stack.gateway.base_url}/{number}")
         requests = await stack.gateway.requests()
         assert (requests.total, len(requests.refused)) == (KINDS + 5, KINDS)
+
+
+@pytest.mark.anyio
+async def test_a_mistake_of_the_gateway_is_counted_as_one(monkeypatch):
+    keys = Keys("restore")
+    monkeypatch.delattr(Keys, "authenticate")
+    watched = Watched(agents_app(keys, None, model_id="model"), keys.metrics)
+    transport = httpx.ASGITransport(watched, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        await client.post("/v1/chat/completions", json=BODY)
+    assert [one.status for one in watched.requests.refused] == [500]
 
 
 def test_it_comes_back_from_a_mapping():

@@ -12,6 +12,7 @@ import anyio.to_thread
 import attrs
 from anyio.abc import TaskGroup
 from starlette.applications import Starlette
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -60,7 +61,8 @@ def agents_app(
         return Response(record.trajectory.to_json(), media_type="application/json")
 
     not_here = not_served(f"this gateway speaks OpenAI chat completions, at POST {CHAT}")
-    chat = ChatCompletions(keys, turns, keep_alive)
+    # Answers a mistake of the gateway itself where it is counted: the server would behind that.
+    chat = ServerErrorMiddleware(ChatCompletions(keys, turns, keep_alive))
     others = Starlette(
         routes=[
             Route("/healthz", health),
