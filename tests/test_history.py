@@ -398,6 +398,14 @@ SAID = [
 ]
 
 
+def test_messages_with_numbers_in_them_are_recalled_as_well() -> None:
+    history = History()
+    calls = [{**call, "index": at} for at, call in enumerate(REPLY["tool_calls"])]
+    messages = [USER, as_client(tool_calls=calls), *RESULTS]
+    recorded(history, messages, {"role": "assistant", "content": "so?"}, "turn-1")
+    assert history.read([*messages, USER], None)._recalled == len(messages)
+
+
 def test_a_number_of_another_type_is_not_recalled() -> None:
     history = History()
     answer = {"role": "assistant", "content": "so?"}

@@ -151,7 +151,9 @@ class ChatCompletions:
         """Have the turn sampled by one of the tasks, whoever waits for it in the end."""
 
         async def sample() -> None:
-            asked.finish(await self._sample(record, chat, trained, call, asked))
+            outcome = await self._sample(record, chat, trained, call, asked)
+            if not asked.done.is_set():  # as it is for a call that was cut
+                asked.finish(outcome)
 
         # No task, which would cost more than all else that a call does in waiting.
         ending = asyncio.get_running_loop().call_later(

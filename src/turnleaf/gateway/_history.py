@@ -42,6 +42,15 @@ class _Known:
     key: _ChildKey
     next: "_Known | None" = None
 
+    def is_repeated_by(self, raw: Any) -> bool:
+        """Whether a message as it was sent is this one, in the same spelling."""
+        if self.raw is not None:
+            return bool(self.raw == raw)
+        try:
+            return _digest(orjson.dumps(raw)) == self.raw_digest
+        except (orjson.JSONEncodeError, RecursionError):
+            return False
+
 
 @attrs.frozen(eq=False)
 class _Reply:
@@ -198,7 +207,7 @@ class History:
         recalled = []
         known = self._first
         for raw in raw_messages:
-            if known is None or known.raw is None or known.raw != raw:
+            if known is None or not known.is_repeated_by(raw):
                 break
             recalled.append(known)
             known = known.next
