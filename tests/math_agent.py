@@ -1,8 +1,8 @@
 """`make math-agent`: examples/math_agent in 16 rollouts of a training step, as slime has them.
 
 The agent is a process of its own, with the real strands; gateway worker and hooks are those of a
-run; the engine says what a script tells it, and slime is that of `slime_host`. The checkpoint is
-Qwen3's, whose template drops what was thought before a new message of the user.
+run; the engine says what a script tells it, and slime is that of `slime_host`. The template is Qwen3's,
+which drops what was thought before a new message of the user.
 """
 
 import json
@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.agent_process import agent_process
-from tests.gateway_stack import checkpoint
 from tests.slime_stack import about, close_kept, flat, running_slime, train_data
+from tests.small_checkpoint import small_checkpoint
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "math_agent"
 GROUP = 4
@@ -123,7 +123,7 @@ def trained_step(folder: Path) -> Trained:
         running_slime(
             script,
             patches,
-            hf_checkpoint=str(checkpoint("qwen3")),
+            hf_checkpoint=str(small_checkpoint("qwen3")),
             rollout_session_backend={"backend": "turnleaf.sessions.HttpSession", "url": url},
             rollout_batch_size=len(rows),
             n_samples_per_prompt=GROUP,
