@@ -1,8 +1,8 @@
 """`make math-agent`: examples/math_agent in 16 rollouts of a training step, as slime has them.
 
 The agent is a process of its own, with the real strands; gateway worker and hooks are those of a
-run; the engine says what a script tells it, and slime is that of `slime_host`. The template is Qwen3's,
-which drops what was thought before a new message of the user.
+run; the engine says what a script tells it, and slime is that of `slime_host`. The template is
+Qwen3's, which drops what was thought before a new message of the user.
 """
 
 import json
