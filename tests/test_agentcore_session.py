@@ -464,7 +464,8 @@ async def test_leaving_in_mid_run_stops_the_session_and_cuts_the_call(plain, tmp
         go.touch()
 
 
-async def test_a_session_that_is_made_only_after_it_was_stopped_is_stopped_again(plain):
+async def stopped_before_it_was_made(plain):
+    """Leave a session while its start is on its way; its first stop finds none."""
     async with emulated(plain) as emulator:
         emulator.inject(AgentCoreFault(operation="invoke", delay=0.7))
         async with session_at(emulator) as session, anyio.create_task_group() as tasks:
@@ -473,6 +474,10 @@ async def test_a_session_that_is_made_only_after_it_was_stopped_is_stopped_again
             tasks.cancel_scope.cancel()
         assert emulator.log.stops[0].outcome == "ResourceNotFoundException"
         assert len(emulator.log.sessions) == 1
+
+
+async def test_a_session_that_is_made_only_after_it_was_stopped_is_stopped_again(plain):
+    await stopped_before_it_was_made(plain)
 
 
 async def test_a_session_that_is_made_before_its_stop_is_answered_is_stopped_again(
@@ -490,14 +495,7 @@ async def test_a_session_that_is_made_before_its_stop_is_answered_is_stopped_aga
 
     monkeypatch.setattr(runtime_module.calls, "invoke", noted)
     monkeypatch.setattr(runtime_module.calls, "stop", answered_late)
-    async with emulated(plain) as emulator:
-        emulator.inject(AgentCoreFault(operation="invoke", delay=0.7))
-        async with session_at(emulator) as session, anyio.create_task_group() as tasks:
-            tasks.start_soon(session.run, payload_of())
-            await until(lambda: len(starts(emulator)) == 1)
-            tasks.cancel_scope.cancel()
-        assert emulator.log.stops[0].outcome == "ResourceNotFoundException"
-        assert len(emulator.log.sessions) == 1
+    await stopped_before_it_was_made(plain)
 
 
 async def test_a_session_that_a_lost_start_makes_late_is_stopped(plain, monkeypatch):

@@ -80,13 +80,17 @@ def test_what_slime_fixes_is_pinned_for_slime() -> None:
     } <= lines
 
 
-def test_every_shell_script_is_linted() -> None:
+def tracked_files() -> list[str]:
     listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listing.returncode != 0:
         pytest.skip(f"not a git checkout: {listing.stderr.strip()}")
+    return listing.stdout.splitlines()
+
+
+def test_every_shell_script_is_linted() -> None:
     scripts = [
         path
-        for path in listing.stdout.splitlines()
+        for path in tracked_files()
         if path.endswith(".sh") or re.match(rb"#!.*sh\n", (ROOT / path).read_bytes())
     ]
     lint = subprocess.run(["make", "-n", "lint"], cwd=ROOT, capture_output=True, text=True)
@@ -95,12 +99,9 @@ def test_every_shell_script_is_linted() -> None:
 
 
 def test_no_lock_file_is_tracked() -> None:
-    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if listing.returncode != 0:
-        pytest.skip(f"not a git checkout: {listing.stderr.strip()}")
     locks = [
         path
-        for path in listing.stdout.splitlines()
+        for path in tracked_files()
         if re.fullmatch(r"pylock.*\.toml|.*\.lock|package-lock\.json|.*lock\.yaml", Path(path).name)
     ]
     assert locks == []
