@@ -160,7 +160,7 @@ def empty_machine(tmp_path: Path) -> Machine:
     packages.mkdir(parents=True)
     (environment / "bin").mkdir()
     (tmp_path / "cuda" / "bin").mkdir(parents=True)
-    (tmp_path / "work").mkdir()
+    (tmp_path / "data").mkdir()
     (tmp_path / "done").touch()
     sources(tmp_path / "sources")
     made = machine(
@@ -186,13 +186,13 @@ def empty_machine(tmp_path: Path) -> Machine:
 
 
 def install(on: Machine, *arguments: str, **variables: str | None) -> Run:
-    return on.run(INSTALL, *arguments, at=on.folder / "work", **variables)
+    return on.run(INSTALL, *arguments, at=on.folder / "data", **variables)
 
 
 def commands(on: Machine) -> list[list[str]]:
     environment = on.folder / "env"
     text = COMMANDS + "".join(PATCH_COMMAND.replace("%NAME%", name) for name in PATCHES)
-    text = text.replace("@/", f"{on.folder}/work/").replace(
+    text = text.replace("@/", f"{on.folder}/data/").replace(
         "%LIB%", f"{environment}/lib/python3.12"
     )
     always = ["--python", f"{environment}/bin/python", "--constraint", f"{SCRIPTS}/constraints.txt"]
@@ -228,7 +228,7 @@ def test_everything_is_installed_in_order_once(installed: tuple[Machine, Run]) -
     patched = Path(on.variables["STAND_IN_PACKAGES"], "sglang", "a.py").read_text()
     expected = {2: "patched 2", 5: "patched 3", 8: "patched 4"}
     assert patched.splitlines() == [expected.get(n, f"line {n}") for n in range(1, 10)]
-    assert (on.folder / "work/Megatron-LM/a.py").read_text().splitlines()[1] == "patched"
+    assert (on.folder / "data/Megatron-LM/a.py").read_text().splitlines()[1] == "patched"
 
     again = install(on, STAND_IN_FREE="1")
     assert (again.code, changes(again)) == (0, [])
@@ -321,7 +321,7 @@ def test_what_was_taken_away_is_made_again(installed: tuple[Machine, Run]) -> No
     (packages / "pyjwt.py").unlink()
     (packages / "nvidia_cutlass_dsl_libs_base.py").write_text("another package's\n")
     next(packages.glob("sglang_router-*.dist-info/direct_url.json")).unlink()
-    (on.folder / "work/Megatron-LM/megatron/core/datasets/helpers_cpp.cpython-312.so").unlink()
+    (on.folder / "data/Megatron-LM/megatron/core/datasets/helpers_cpp.cpython-312.so").unlink()
     (packages / "transformer_engine_cu12-2.11.0.dist-info").mkdir()
     shutil.rmtree(packages / "sglang")
     shutil.copytree(on.folder / "sources" / "sglang", packages / "sglang")
@@ -350,7 +350,7 @@ def test_patches_that_lie_below_are_looked_for(installed: tuple[Machine, Run]) -
 
 def test_megatron_that_somebody_changed_is_left_alone(installed: tuple[Machine, Run]) -> None:
     on, _ = installed
-    path = on.folder / "work" / "Megatron-LM" / "a.py"
+    path = on.folder / "data" / "Megatron-LM" / "a.py"
     whole = path.read_text()
     path.write_text(whole.replace("patched", "somebody's"))
     run = install(on)
@@ -399,7 +399,7 @@ def test_a_machine_that_will_not_do_is_told(
 def test_all_that_is_wrong_is_told_at_once(empty: Machine) -> None:
     for name in ("uv", "git", "g++"):
         (empty.programs / name).unlink()
-    (empty.folder / "work" / "slime").mkdir()
+    (empty.folder / "data" / "slime").mkdir()
     run = install(empty, CUDA_HOME="/no", STAND_IN_PYTHON="3.13")
     assert run.code == 2
     assert [line.split()[0] for line in run.errors.splitlines()] == [
@@ -408,17 +408,17 @@ def test_all_that_is_wrong_is_told_at_once(empty: Machine) -> None:
         "git",
         "g++",
         "the",
-        f"{empty.folder}/work/slime",
+        f"{empty.folder}/data/slime",
     ]
 
 
 def test_checkouts_of_others_are_left_alone(empty: Machine) -> None:
     for name in ("Megatron-LM", "slime"):
-        (empty.folder / "work" / name / ".git").mkdir(parents=True)
-        (empty.folder / "work" / name / ".git" / "commit").write_text("abc\n")
+        (empty.folder / "data" / name / ".git").mkdir(parents=True)
+        (empty.folder / "data" / name / ".git" / "commit").write_text("abc\n")
     run = install(empty)
     assert (run.code, changes(run)) == (2, [])
-    folder = empty.folder / "work"
+    folder = empty.folder / "data"
     assert run.errors.splitlines() == [
         f"{folder}/{name} is at commit abc, and {commit} is needed: move it away, or check that out"
         for name, commit in (("Megatron-LM", MEGATRON), ("slime", SLIME))
@@ -439,7 +439,7 @@ def test_an_installed_package_has_its_own_pins(empty: Machine, tmp_path: Path) -
     (packages / "turnleaf-0.7.0.dist-info" / "METADATA").write_text(
         "Name: turnleaf\nVersion: 0.7.0\n"
     )
-    run = empty.run(scripts / INSTALL.name, "--dry-run", at=empty.folder / "work")
+    run = empty.run(scripts / INSTALL.name, "--dry-run", at=empty.folder / "data")
     assert run.code == 0, run.errors
     first = next(line for line in run.output.splitlines() if line.startswith("uv "))
     assert first.endswith("scripts/constraints.txt 'turnleaf[slime,demo]==0.7.0'")
