@@ -28,6 +28,7 @@ from turnleaf.gateway.engines import (
     EngineReply,
     EngineRequest,
     EngineUnavailable,
+    Stop,
     TokenListener,
     wants_top_p_ids,
 )
@@ -282,7 +283,7 @@ class HeldEngine:
         self,
         request: EngineRequest,
         *,
-        stop: anyio.Event,
+        stop: Stop,
         on_tokens: TokenListener | None = None,
     ) -> EngineReply:
         held = Held(request)

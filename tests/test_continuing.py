@@ -15,6 +15,7 @@ from turnleaf.gateway.engines import (
     EngineReply,
     EngineRequest,
     EngineUnavailable,
+    Stop,
     TokenListener,
     _continuing,
 )
@@ -53,7 +54,7 @@ class Played:
         self,
         request: EngineRequest,
         *,
-        stop: anyio.Event,
+        stop: Stop,
         on_tokens: TokenListener | None = None,
     ) -> EngineReply:
         self.requests.append(request)
@@ -86,7 +87,7 @@ async def generate(
         told.extend(ids.tolist())
 
     return await ContinuingEngine(engine).generate(
-        request, stop=anyio.Event(), on_tokens=None if told is None else tell
+        request, stop=Stop(), on_tokens=None if told is None else tell
     )
 
 
@@ -126,7 +127,7 @@ async def test_a_listener_is_told_every_part() -> None:
         routing_key="r",
     )
     reply = await ContinuingEngine(Played([part([5, 6]), part([]), part([7], "stop")])).generate(
-        request, stop=anyio.Event(), on_tokens=lambda ids: told.append(ids.tolist())
+        request, stop=Stop(), on_tokens=lambda ids: told.append(ids.tolist())
     )
     assert told == [[5, 6], [7]]
     assert reply.output.tolist() == [5, 6, 7]
@@ -170,7 +171,7 @@ async def test_after_an_interruption_no_call_begins_for_a_while(
     replies: list[list[int]] = []
 
     async def generate() -> None:
-        reply = await engine.generate(request, stop=anyio.Event())
+        reply = await engine.generate(request, stop=Stop())
         replies.append(reply.output.tolist())
 
     began = anyio.current_time()

@@ -16,7 +16,14 @@ from tests.waiting import until
 from turnleaf.adapters.mock import Ledger, LedgerEntry, ScriptedEngine, compare
 from turnleaf.adapters.mock._replay_data import kept_ids, routed_experts
 from turnleaf.core import Leaf, Replay, Speculation, Trajectory, Turn, WeightSpan
-from turnleaf.gateway.engines import PROBE, EngineLost, EngineRequest, SGLangEngine, UntrustedReply
+from turnleaf.gateway.engines import (
+    PROBE,
+    EngineLost,
+    EngineRequest,
+    SGLangEngine,
+    Stop,
+    UntrustedReply,
+)
 
 StartEngine = Callable[..., Awaitable[tuple[ScriptedEngine, str]]]
 
@@ -399,9 +406,9 @@ async def test_the_books_of_an_engine_and_its_client(scripted_engine: StartEngin
     sglang = SGLangEngine(url)
     trajectory = Trajectory()
     calls = iter(range(10))
-    never = anyio.Event()
+    never = Stop()
 
-    async def turn(stop: anyio.Event, **changes: Any) -> None:
+    async def turn(stop: Stop, **changes: Any) -> None:
         index = next(calls)
         prompt = np.arange(index + 1, dtype=np.int32)
         request = EngineRequest(f"turn-{index}", prompt, {"max_new_tokens": 9}, "rollout")
@@ -425,7 +432,7 @@ async def test_the_books_of_an_engine_and_its_client(scripted_engine: StartEngin
         await turn(never)
         with pytest.raises(UntrustedReply):
             await turn(never)
-        stop = anyio.Event()
+        stop = Stop()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: turn(stop, excluded="aborted"))
             await until(lambda: len(engine.calls) == 5)

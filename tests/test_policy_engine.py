@@ -19,7 +19,12 @@ from turnleaf.adapters.mock._policy_engine import PolicyEngine
 from turnleaf.adapters.mock._policy_training import sequence_logprobs
 from turnleaf.core import ContractError, Trajectory, Turn, WeightSpan
 from turnleaf.gateway._child import child_process
-from turnleaf.gateway.engines import EngineReply, EngineRequest, SGLangEngine
+from turnleaf.gateway.engines import (
+    EngineReply,
+    EngineRequest,
+    SGLangEngine,
+    Stop,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -45,11 +50,11 @@ class Served:
     http: httpx.AsyncClient
 
     async def generate(
-        self, turn: str, prompt: list[int], stop: anyio.Event | None = None, **sampling: Any
+        self, turn: str, prompt: list[int], stop: Stop | None = None, **sampling: Any
     ) -> EngineReply:
         ids = np.array(prompt, dtype=np.int32)
         request = EngineRequest(turn, ids, {"max_new_tokens": 20, **sampling}, "rollout")
-        return await self.client.generate(request, stop=stop or anyio.Event())
+        return await self.client.generate(request, stop=stop or Stop())
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
         return await self.http.post(f"{self.url}/{path}", json=body)
@@ -130,7 +135,7 @@ async def test_calls_at_once_are_what_the_policy_says_and_the_books_balance() ->
 
 async def test_an_abort_hands_out_what_there_is() -> None:
     async with serving() as served:
-        stop = anyio.Event()
+        stop = Stop()
         replies = []
 
         async def call() -> None:
@@ -188,7 +193,7 @@ async def test_a_pause_aborts_what_runs_and_holds_up_the_rest() -> None:
 @pytest.mark.parametrize("paused", [True, False])
 async def test_weights_that_change_during_a_call(tmp_path: Path, paused: bool) -> None:
     policy_of(1).save(tmp_path / "2.npz")
-    stop = anyio.Event()
+    stop = Stop()
     replies = []
     async with serving() as served:
 
@@ -323,7 +328,7 @@ async def test_the_program(tmp_path: Path) -> None:
         try:
             await client.check()
             request = EngineRequest("a", np.array([100], dtype=np.int32), {}, "rollout")
-            reply = await client.generate(request, stop=anyio.Event())
+            reply = await client.generate(request, stop=Stop())
         finally:
             await client.aclose()
     turn = turn_of(0, "a", [100], reply)

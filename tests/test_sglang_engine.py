@@ -1,5 +1,6 @@
 """The client against the scripted engine over HTTP, and against stand-ins that misbehave."""
 
+import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,6 +27,7 @@ from turnleaf.gateway.engines import (
     EngineRequest,
     EngineUnavailable,
     SGLangEngine,
+    Stop,
     UntrustedReply,
     WantedExperts,
 )
@@ -54,7 +56,7 @@ async def client(url: str, *, retry_budget: float = 5.0) -> AsyncIterator[SGLang
 
 async def ask(url: str, request: EngineRequest | None = None, **options: Any) -> EngineReply:
     async with client(url, **options) as engine:
-        return await engine.generate(request or request_for(), stop=anyio.Event())
+        return await engine.generate(request or request_for(), stop=Stop())
 
 
 @asynccontextmanager
@@ -102,7 +104,7 @@ async def test_sampling_parameters_are_sent_with_ours_and_never_edited(
     requests.append(EngineRequest("base", np.arange(1, 4), base, "base"))
     async with client(url) as sglang, anyio.create_task_group() as tasks:
         for request in requests:
-            tasks.start_soon(lambda r=request: sglang.generate(r, stop=anyio.Event()))
+            tasks.start_soon(lambda r=request: sglang.generate(r, stop=Stop()))
     assert json.dumps(base) == before
     ours = {
         "no_stop_trim": True,
@@ -163,7 +165,7 @@ async def test_an_engine_that_is_not_there() -> None:
         port = reserved.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
     async with client(f"http://user:s3cret@127.0.0.1:{port}", retry_budget=0.0) as engine:
-        for call in (engine.generate(request_for(), stop=anyio.Event()), engine.check()):
+        for call in (engine.generate(request_for(), stop=Stop()), engine.check()):
             with pytest.raises(EngineUnavailable, match=f"{address}[: ]") as caught:
                 await call
             assert "Start it, or correct its address" in str(caught.value)
@@ -195,7 +197,7 @@ def test_an_url_that_is_none_keeps_its_password_to_itself() -> None:
 
 async def test_a_stopped_call_hands_back_its_part(scripted_engine: StartEngine) -> None:
     engine, url = await scripted_engine({"*": [{"ids": [4, 5, 6, 7], "hang": True}]})
-    stop = anyio.Event()
+    stop = Stop()
     replies = []
 
     async with client(url) as sglang:
@@ -223,7 +225,7 @@ async def test_a_stopped_call_that_gets_nothing_back_is_lost() -> None:
         await anyio.sleep_forever()
         raise AssertionError
 
-    stop = anyio.Event()
+    stop = Stop()
     async with serve(web.post("/generate", generate)) as url, client(url) as sglang:
 
         async def stop_when_asked() -> None:
@@ -236,9 +238,77 @@ async def test_a_stopped_call_that_gets_nothing_back_is_lost() -> None:
                 await sglang.generate(request_for(), stop=stop)
 
 
+async def test_one_stop_ends_every_call_that_shares_it(scripted_engine: StartEngine) -> None:
+    """It is set where no task runs, as it is when a key expires."""
+    script = [{"ids": [4, 5, 6, 7], "hang": True}]
+    engine, url = await scripted_engine({"*": script}, repeat=True)
+    stop = Stop()
+    replies = {}
+
+    async with client(url) as sglang, anyio.create_task_group() as tasks:
+
+        async def call(turn_id: str) -> None:
+            replies[turn_id] = await sglang.generate(request_for(turn_id), stop=stop)
+
+        for turn_id in ("a", "b", "c"):
+            tasks.start_soon(call, turn_id)
+        await until(lambda: len(engine.calls) == 3)
+        asyncio.get_running_loop().call_soon(stop.set)
+    assert {turn_id: reply.output.tolist() for turn_id, reply in replies.items()} == {
+        "a": [4, 5],
+        "b": [4, 5],
+        "c": [4, 5],
+    }
+    assert all(call.aborted for call in engine.calls)
+
+
+async def test_a_stop_behind_a_call_asks_nothing_of_the_engine() -> None:
+    aborts = []
+
+    async def generate(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(body=reply_bytes(2), content_type="application/json")
+
+    async def abort(request: web.Request) -> web.Response:
+        aborts.append(await request.json())
+        return web.Response()
+
+    stop = Stop()
+    routes = web.post("/generate", generate), web.post("/abort_request", abort)
+    async with serve(*routes) as url, client(url) as sglang:
+        reply = await sglang.generate(request_for(), stop=stop, on_tokens=lambda _: stop.set())
+        assert (reply.finish_reason, len(reply.output)) == ("stop", 2)
+        await anyio.wait_all_tasks_blocked()
+        assert aborts == []
+
+
+async def test_what_asks_for_an_abort_ends_with_the_call() -> None:
+    """The reply comes while an engine is still asked to end the call."""
+    asked = anyio.Event()
+    stop = Stop()
+
+    async def generate(request: web.Request) -> web.Response:
+        await request.read()
+        stop.set()
+        await asked.wait()
+        return web.Response(body=reply_bytes(2), content_type="application/json")
+
+    async def abort(_: web.Request) -> web.Response:
+        asked.set()
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    routes = web.post("/generate", generate), web.post("/abort_request", abort)
+    async with serve(*routes) as url, client(url) as sglang:
+        with anyio.fail_after(0.4):  # less than the engine is given for it
+            reply = await sglang.generate(request_for(), stop=stop)
+        assert (reply.finish_reason, len(reply.output)) == ("stop", 2)
+        assert sglang._fleet._requests.borrowed_tokens == 0
+
+
 async def test_a_call_that_is_stopped_before_it_begins(scripted_engine: StartEngine) -> None:
     engine, url = await scripted_engine({"*": [{"ids": [1]}]})
-    stop = anyio.Event()
+    stop = Stop()
     stop.set()
     async with client(url) as sglang:
         with pytest.raises(EngineLost):
@@ -248,7 +318,7 @@ async def test_a_call_that_is_stopped_before_it_begins(scripted_engine: StartEng
 
 async def test_a_stop_between_attempts_is_not_waited_out(scripted_engine: StartEngine) -> None:
     engine, url = await scripted_engine({"*": [{"fail": 500}]}, repeat=True)
-    stop = anyio.Event()
+    stop = Stop()
 
     async with client(url, retry_budget=1000) as sglang:
 
@@ -265,7 +335,7 @@ async def test_a_stop_between_attempts_is_not_waited_out(scripted_engine: StartE
 async def test_a_cancelled_call_is_aborted(scripted_engine: StartEngine) -> None:
     engine, url = await scripted_engine({"*": [{"ids": [4, 5, 6, 7], "hang": True}]})
     async with client(url) as sglang, anyio.create_task_group() as tasks:
-        tasks.start_soon(lambda: sglang.generate(request_for(), stop=anyio.Event()))
+        tasks.start_soon(lambda: sglang.generate(request_for(), stop=Stop()))
         await until(lambda: bool(engine.calls))
         tasks.cancel_scope.cancel()
     await until(lambda: len(engine.ledger) == 1)
@@ -311,7 +381,7 @@ async def test_every_engine_behind_a_router_is_asked_to_abort(
 ) -> None:
     engine, engine_url = await scripted_engine({"*": [{"ids": [4, 5], "hang": True}]})
     aborts: list[Any] = []
-    stop = anyio.Event()
+    stop = Stop()
     async with (
         router(engine_url, listing, aborts) as url,
         client(url) as sglang,
@@ -332,7 +402,7 @@ async def test_no_call_queues_for_a_connection(scripted_engine: StartEngine) -> 
     async with client(url) as sglang, anyio.create_task_group() as tasks:
         for number in range(150):
             request = request_for(str(number))
-            tasks.start_soon(lambda r=request: sglang.generate(r, stop=anyio.Event()))
+            tasks.start_soon(lambda r=request: sglang.generate(r, stop=Stop()))
         await until(lambda: len(engine.calls) == 150)
         engine.abort_all()
 

@@ -25,6 +25,7 @@ from turnleaf.gateway.engines import (
     EngineRequest,
     EngineUnavailable,
     SGLangEngine,
+    Stop,
     UntrustedReply,
     WantedExperts,
     _connections,
@@ -70,13 +71,13 @@ class Caller:
         return [token_id for event in self.told for token_id in event]
 
     async def ask(
-        self, request: EngineRequest | None = None, stop: anyio.Event | None = None
+        self, request: EngineRequest | None = None, stop: Stop | None = None
     ) -> EngineReply:
         """One call, without the continuation of interruptions."""
         return await self._ask(self.sglang, request, stop)
 
     async def turn(
-        self, request: EngineRequest | None = None, stop: anyio.Event | None = None
+        self, request: EngineRequest | None = None, stop: Stop | None = None
     ) -> EngineReply:
         """A call that goes on behind interruptions."""
         return await self._ask(self.engine, request, stop)
@@ -85,7 +86,7 @@ class Caller:
         self.told.clear()
         reply: EngineReply = await engine.generate(
             request or request_for(),
-            stop=stop or anyio.Event(),
+            stop=stop or Stop(),
             on_tokens=lambda ids: self.told.append(ids.tolist()),
         )
         assert self.ids == reply.output.tolist()
@@ -182,7 +183,7 @@ async def test_a_streamed_reply_is_the_unstreamed_one(
     engine, url = await scripted_engine({"a": [reply], "b": [reply]}, streaming="incremental")
     engine.weight_version = "7"
     async with caller(url) as client:
-        plain = await client.sglang.generate(request_for(routing_key="a"), stop=anyio.Event())
+        plain = await client.sglang.generate(request_for(routing_key="a"), stop=Stop())
         engine.calls.clear()
         engine._sequences.clear()
         told = await client.ask(request_for(routing_key="b"))
@@ -434,7 +435,7 @@ async def test_a_call_that_is_stopped_in_mid_stream_hands_back_its_part(
 ) -> None:
     script = [{"ids": [4, 5, 6, 7], "hang": True}]
     engine, url = await scripted_engine({"*": script}, streaming="incremental")
-    stop = anyio.Event()
+    stop = Stop()
     async with caller(url) as client:
         async with under_way(client.turn(stop=stop)) as replies:
             await until(lambda: client.ids == [4, 5])
@@ -452,7 +453,7 @@ async def test_a_stop_that_the_engine_does_not_heed_keeps_what_was_told(
     script = [{"ids": [4, 5, 6, 7], "hang": True, "abort_after": 3, "events": [2]}]
     engine, url = await scripted_engine({"*": script}, streaming="incremental")
     engine.abort = lambda rid: None  # type: ignore[method-assign]
-    stop = anyio.Event()
+    stop = Stop()
     async with caller(url) as client:
         async with under_way(client.turn(stop=stop)) as replies:
             await until(lambda: client.ids == [4, 5])
@@ -469,7 +470,7 @@ async def test_a_call_that_is_stopped_before_its_first_token_is_lost(
         {"*": [{"ids": [4, 5], "hang": True, "events": []}]}, streaming="incremental"
     )
     engine.abort = lambda rid: None  # type: ignore[method-assign]
-    stop = anyio.Event()
+    stop = Stop()
     async with caller(url) as client, anyio.create_task_group() as tasks:
 
         async def stop_when_asked() -> None:
@@ -553,7 +554,9 @@ async def serve(*routes: web.RouteDef) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def streaming(
-    *streams: Iterable[bytes] | AsyncIterator[bytes], ends: bool = True
+    *streams: Iterable[bytes] | AsyncIterator[bytes],
+    ends: bool = True,
+    routes: Iterable[web.RouteDef] = (),
 ) -> AsyncIterator[str]:
     """A server that answers calls with these chunks, one call after the other."""
     left = list(streams)
@@ -575,7 +578,8 @@ async def streaming(
             await anyio.sleep_forever()
         return response
 
-    async with serve(web.get("/server_info", server_info), web.post("/generate", generate)) as url:
+    own = web.get("/server_info", server_info), web.post("/generate", generate)
+    async with serve(*own, *routes) as url:
         yield url
 
 
@@ -601,6 +605,28 @@ async def test_events_may_be_cut_anywhere_and_the_last_one_ends_it(ends: bool) -
     async with streaming(chunks, ends=ends) as url, caller(url) as client:
         with anyio.fail_after(5):
             reply = await client.ask()
+    assert (reply.output.tolist(), reply.finish_reason) == ([5, 6], "stop")
+
+
+async def test_a_cumulative_stream_does_not_wait_for_its_abort() -> None:
+    asked = anyio.Event()
+
+    async def abort(_: web.Request) -> web.Response:
+        asked.set()
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield event(1, [FIVE])
+        yield event(2, [FIVE, SIX])
+        await asked.wait()
+        yield event(2, [FIVE, SIX], "stop") + DONE
+
+    routes = [web.post("/abort_request", abort)]
+    async with streaming(chunks(), routes=routes) as url, caller(url) as client:
+        with anyio.fail_after(5):
+            reply = await client.ask()
+        assert client.sglang._fleet._requests.borrowed_tokens == 0
     assert (reply.output.tolist(), reply.finish_reason) == ([5, 6], "stop")
 
 

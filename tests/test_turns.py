@@ -25,6 +25,7 @@ from turnleaf.gateway._turns import Prepared, Turns
 from turnleaf.gateway.engines import (
     EngineReply,
     EngineRequest,
+    Stop,
     TokenListener,
     _continuing,
     wants_top_p_ids,
@@ -49,7 +50,7 @@ class DirectEngine:
         self,
         request: EngineRequest,
         *,
-        stop: anyio.Event,
+        stop: Stop,
         on_tokens: TokenListener | None = None,
     ) -> EngineReply:
         call = EngineCall(

@@ -21,6 +21,7 @@ from turnleaf.gateway._branches import Branches
 from turnleaf.gateway._history import ClientReasoning, History, ThinkingRetention
 from turnleaf.gateway._limits import Limits
 from turnleaf.gateway._metrics import Metrics
+from turnleaf.gateway.engines import Stop
 from turnleaf.gateway.protocols import RequestError
 
 __all__ = ["Call", "Keys", "Record", "ended"]
@@ -50,7 +51,7 @@ class Call:
     due: int = 0
     joined: bool = False
     answered: bool = False
-    stop: anyio.Event = attrs.field(factory=anyio.Event)
+    stop: Stop = attrs.field(factory=Stop)
     reason: Exclusion = "undelivered"
     finished: asyncio.Event = attrs.field(factory=asyncio.Event)
     scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)

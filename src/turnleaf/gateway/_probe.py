@@ -16,6 +16,7 @@ from turnleaf.gateway.engines import (
     EngineRequest,
     ReplayMissing,
     SGLangEngine,
+    Stop,
     WantedExperts,
 )
 from turnleaf.gateway.engines._sglang_replay import ROUTER_REMEDY, engine_remedy
@@ -82,7 +83,7 @@ async def passes_structural_tags(engine: SGLangEngine) -> bool:
     try:
         with anyio.move_on_after(_TIMEOUT):
             while not sampled:
-                reply = await engine.generate(_probe(sampling), stop=anyio.Event())
+                reply = await engine.generate(_probe(sampling), stop=Stop())
                 sampled = len(reply.output)
     except EngineRefused:
         return True
@@ -103,7 +104,7 @@ async def _missing(
     while True:
         request = attrs.evolve(_probe(sampling), experts=experts)
         try:
-            reply = await engine.generate(request, stop=anyio.Event())
+            reply = await engine.generate(request, stop=Stop())
         except ReplayMissing as error:
             return error.fields
         if len(reply.output):

@@ -17,6 +17,7 @@ from turnleaf.gateway.engines._base import (
     wants_top_p_ids,
 )
 from turnleaf.gateway.engines._continuing import ContinuingEngine
+from turnleaf.gateway.engines._stop import Stop
 
 if TYPE_CHECKING:
     from turnleaf.gateway.engines._sglang import SGLangEngine
@@ -32,6 +33,7 @@ __all__ = [
     "EngineUnavailable",
     "ReplayMissing",
     "SGLangEngine",
+    "Stop",
     "TokenListener",
     "UntrustedReply",
     "WantedExperts",

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import anyio
 import attrs
 
 from turnleaf.core import (
@@ -15,6 +14,7 @@ from turnleaf.core import (
     TokenIds,
     WeightSpan,
 )
+from turnleaf.gateway.engines._stop import Stop
 
 __all__ = [
     "PROBE",
@@ -140,7 +140,7 @@ class Engine(Protocol):
         self,
         request: EngineRequest,
         *,
-        stop: anyio.Event,
+        stop: Stop,
         on_tokens: TokenListener | None = None,
     ) -> EngineReply:
         """Sample one completion.

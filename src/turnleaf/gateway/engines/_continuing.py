@@ -18,6 +18,7 @@ from turnleaf.gateway.engines._base import (
     EngineUnavailable,
     TokenListener,
 )
+from turnleaf.gateway.engines._stop import Stop
 
 __all__ = ["ContinuingEngine"]
 
@@ -52,7 +53,7 @@ class ContinuingEngine:
         self,
         request: EngineRequest,
         *,
-        stop: anyio.Event,
+        stop: Stop,
         on_tokens: TokenListener | None = None,
     ) -> EngineReply:
         """See `Engine.generate`; "abort" only when `stop` is set.
@@ -107,7 +108,7 @@ class ContinuingEngine:
             if masked:
                 parts.clear()
 
-    async def _quiet(self, stop: anyio.Event) -> None:
+    async def _quiet(self, stop: Stop) -> None:
         left = self._quiet_until - anyio.current_time()
         if left > 0:
             with anyio.move_on_after(left):

@@ -35,6 +35,7 @@ from turnleaf.gateway.engines._sglang_wire import (
     error_text,
     reply_limit,
 )
+from turnleaf.gateway.engines._stop import Stop
 
 __all__ = ["SGLangEngine"]
 
@@ -81,7 +82,7 @@ class SGLangEngine:
         self,
         request: EngineRequest,
         *,
-        stop: anyio.Event,
+        stop: Stop,
         on_tokens: TokenListener | None = None,
     ) -> EngineReply:
         """Sample one completion; see `Engine.generate`.
@@ -144,7 +145,7 @@ class SGLangEngine:
         self,
         request: EngineRequest,
         rid: str,
-        stop: anyio.Event,
+        stop: Stop,
         on_tokens: TokenListener | None,
     ) -> EngineReply:
         stream: ReplyStream | None = None
@@ -152,29 +153,26 @@ class SGLangEngine:
         failure: Exception | None = None
         try:
             async with anyio.create_task_group() as tasks:
-                call = anyio.CancelScope()
 
-                async def end_when_stopped() -> None:
-                    await stop.wait()
-                    with anyio.move_on_after(_STOP_GRACE):
-                        await self._fleet.abort(rid)
-                        await anyio.sleep_forever()
-                    call.cancel()
+                def end() -> None:
+                    tasks.start_soon(self._end, rid, tasks.cancel_scope)
 
                 def end_cumulative_stream() -> None:
                     self._fleet.refute_streaming()
                     tasks.start_soon(self._fleet.abort, rid)
 
-                tasks.start_soon(end_when_stopped)
-                with call:
-                    # Errors are kept, so that the task group does not wrap them.
-                    try:
-                        if on_tokens is not None and await self._streams(request):
-                            stream = ReplyStream(request, on_tokens, end_cumulative_stream)
-                        response = await self._exchange(request, rid, stream)
-                    except (EngineError, StreamError, *BROKEN) as error:
-                        failure = error
-                tasks.cancel_scope.cancel()
+                stop.notify(end)
+                # Errors are kept, so that the task group does not wrap them.
+                try:
+                    if on_tokens is not None and await self._streams(request):
+                        stream = ReplyStream(request, on_tokens, end_cumulative_stream)
+                    response = await self._exchange(request, rid, stream)
+                except (EngineError, StreamError, *BROKEN) as error:
+                    failure = error
+                finally:
+                    stop.forget(end)
+                if stop.is_set() or (stream is not None and stream.cumulative):
+                    tasks.cancel_scope.cancel()
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(_CANCEL_GRACE, shield=True):
                 await self._fleet.abort(rid)
@@ -183,6 +181,13 @@ class SGLangEngine:
         if stream is None and on_tokens is not None and len(reply.output):
             on_tokens(reply.output)
         return reply
+
+    async def _end(self, rid: str, call: anyio.CancelScope) -> None:
+        """Have the engine end a call, and cut it when that takes long."""
+        with anyio.move_on_after(_STOP_GRACE):
+            await self._fleet.abort(rid)
+            await anyio.sleep_forever()
+        call.cancel()
 
     async def _streams(self, request: EngineRequest) -> bool:
         if request.experts is not None or wants_top_p_ids(request.sampling):
@@ -207,7 +212,7 @@ class SGLangEngine:
     async def _outcome(
         self,
         request: EngineRequest,
-        stop: anyio.Event,
+        stop: Stop,
         stream: ReplyStream | None,
         response: Response | None,
         failure: Exception | None,

@@ -58,15 +58,16 @@ class ReplyStream:
 
     on_cumulative: is called once, when the server turns out not to stream incrementally.
 
-    sampled: how many tokens there are so far. finished: the reply is complete.
+    cumulative: whether it was. sampled: how many tokens there are so far. finished: the reply is
+    complete.
     """
 
     _request: EngineRequest
     _tell: Callable[[TokenIds], None]
     _on_cumulative: Callable[[], None]
     sampled: int = attrs.field(init=False, default=0)
+    cumulative: bool = attrs.field(init=False, default=False)
     _broken: bool = attrs.field(init=False, default=False)
-    _cumulative: bool = attrs.field(init=False, default=False)
     _unread: list[Any] = attrs.field(init=False, factory=list)
     """Log-probability entries of the last `sampled` tokens, which are still to be checked."""
     _outputs: list[TokenIds] = attrs.field(init=False, factory=list)
@@ -202,8 +203,8 @@ class ReplyStream:
                 f"completion_tokens is {shown(total)}, but there are {len(entries)} "
                 f"log-probabilities behind {self.sampled}"
             )
-        if not (aborted or self._cumulative):
-            self._cumulative = True
+        if not (aborted or self.cumulative):
+            self.cumulative = True
             self._on_cumulative()
         self._read_on()
         ids, _ = read_entries(entries)
