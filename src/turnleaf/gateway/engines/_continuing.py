@@ -125,10 +125,12 @@ class ContinuingEngine:
 
 def _rest(request: EngineRequest, parts: Sequence[EngineReply], calls: int) -> EngineRequest:
     """The request for what is still to be sampled behind the parts, after so many calls."""
-    sampled = sum(len(part.output) for part in parts)
+    if not calls:
+        return request
     request = attrs.evolve(request, part=request.part + calls)
     if not parts:
         return request
+    sampled = sum(len(part.output) for part in parts)
     sampling: dict[str, Any] = {**request.sampling}
     sampling["max_new_tokens"] -= sampled
     if sampling.get("min_new_tokens"):
@@ -154,6 +156,8 @@ def _joined(parts: Sequence[EngineReply], *, ending: EngineReply | None = None) 
     told = [part for part in parts if len(part.output)]
     if len(told) < 2:
         only = told[0] if told else ending
+        if only is ending:
+            return only
         return attrs.evolve(only, finish_reason=ending.finish_reason, matched=ending.matched)
     return EngineReply(
         output=np.concatenate([part.output for part in told]),
