@@ -2,8 +2,8 @@
 
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
@@ -56,23 +56,21 @@ class Connections:
         async with self.opened(method, url, body=body, headers=headers) as response:
             return await read_whole(response, limit=limit)
 
-    @asynccontextmanager
-    async def opened(
+    def opened(
         self,
         method: str,
         url: str,
         *,
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """Send a request; the response's body is still to be read, or its connection is closed."""
         headers = {**(headers or {}), "Accept-Encoding": "identity"}
         if body is not None:
             headers["Content-Type"] = "application/json"
-        async with self._client().request(
+        return self._client().request(
             method, url, data=body, headers=headers, allow_redirects=False
-        ) as response:
-            yield response
+        )
 
     async def aclose(self) -> None:
         """Close every connection."""
