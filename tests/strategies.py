@@ -500,6 +500,13 @@ def chats(
     return messages
 
 
+told_reasoning = st.dictionaries(
+    st.sampled_from(["reasoning_content", "thinking", "reasoning", "name"]),
+    st.sampled_from([None, "", "so"]),
+)
+"""What may stand in a message beside, under each name that reasoning has somewhere."""
+
+
 # Output as models write it, well-formed and not.
 output_texts = st.lists(
     st.one_of(

@@ -156,7 +156,7 @@ def test_render_equals_the_tokenizers_own_encoding(
             for message in messages[-1:]
         ]
     tools = data.draw(st.sampled_from([None, TOOLS]))
-    tokenizer = renderer._template._tokenizer
+    tokenizer = renderer._template._applied._tokenizer
     text = tokenizer.apply_chat_template(
         [for_template(name, message) for message in messages],
         tools=tools,
@@ -588,7 +588,7 @@ def load_oracle(
             if name == "gpt-oss":
                 (folder / "o200k_base.tiktoken").write_bytes(o200k_ranks())
             loaded[name] = renderers.create_renderer(
-                load_family(name)._template._tokenizer, getattr(renderers, config)(**options)
+                load_family(name)._template._applied._tokenizer, getattr(renderers, config)(**options)
             )
         return loaded[name]
 

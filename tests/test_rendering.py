@@ -103,7 +103,7 @@ def test_render_equals_the_tokenizers_own_encoding(
     renderer = load_renderer(family, template, **arguments)
     messages = data.draw(chats(chat_texts))
     tools = data.draw(st.sampled_from([None, TOOLS]))
-    tokenizer = renderer._template._tokenizer
+    tokenizer = renderer._template._applied._tokenizer
     text = tokenizer.apply_chat_template(
         messages, tools=tools, add_generation_prompt=True, tokenize=False, **arguments
     )

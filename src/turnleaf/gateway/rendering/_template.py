@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from turnleaf.core import ContractError
+from turnleaf.gateway.rendering._applied import AppliedTemplate
 from turnleaf.gateway.rendering._control import Shield
 from turnleaf.gateway.rendering._dialect import Message, Tool, learn_dialect
 from turnleaf.gateway.rendering._errors import RenderError
@@ -39,8 +40,6 @@ class Template:
         for name in arguments:
             if name in taken or name in ("messages", "turnleaf_clock"):
                 raise ContractError(f"the template argument {name!r} has a name that is taken")
-        self._tokenizer = tokenizer
-        self._arguments = dict(arguments)
         self.source = "\n".join(
             tokenizer.chat_template.values()
             if isinstance(tokenizer.chat_template, dict)
@@ -54,6 +53,9 @@ class Template:
                 f"the chat template of {where} computes the format it gives to strftime_now, so "
                 "its clock cannot be frozen; write the format as a literal"
             )
+        self._applied = AppliedTemplate(
+            tokenizer, arguments, _CLOCK_MACRO if self._clock_formats else ""
+        )
         self._dialect = learn_dialect(self._text_or_none)
 
     @property
@@ -111,22 +113,12 @@ class Template:
         prompt: bool,
         clock: datetime | None,
     ) -> str:
-        arguments = self._arguments
-        chat_template = None
+        clock_texts: dict[str, Any] = {}
         if self._clock_formats:
             told = clock or datetime.now()
             texts = {format_: told.strftime(format_) for format_ in self._clock_formats}
-            arguments = {**arguments, "turnleaf_clock": texts}
-            chat_template = _CLOCK_MACRO + self._tokenizer.get_chat_template(tools=tools or None)
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages),
-            tools=tools,
-            chat_template=chat_template,
-            add_generation_prompt=prompt,
-            tokenize=False,
-            **arguments,
-        )
-        return text
+            clock_texts["turnleaf_clock"] = texts
+        return self._applied.render(messages, tools, prompt=prompt, more=clock_texts)
 
     def _text_or_none(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str | None:
         try:
