@@ -587,8 +587,9 @@ def load_oracle(
             config, options = ORACLES[name]
             if name == "gpt-oss":
                 (folder / "o200k_base.tiktoken").write_bytes(o200k_ranks())
+            tokenizer = load_family(name)._template._applied._tokenizer
             loaded[name] = renderers.create_renderer(
-                load_family(name)._template._applied._tokenizer, getattr(renderers, config)(**options)
+                tokenizer, getattr(renderers, config)(**options)
             )
         return loaded[name]
 

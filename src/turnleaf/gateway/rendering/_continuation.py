@@ -68,8 +68,8 @@ class Continuation:
     """Text from the end of a reply on, with stand-ins of `shield` in it.
 
     text: it starts with a control token, and with `close`, the close of the reply's turn, which may
-    be empty. keeps_reasoning: whether the template shows the reasoning of the turns before.
-    shows_reasoning: whether it shows any of what follows.
+    be empty. keeps_reasoning: whether the template shows the reasoning of the turns before, where
+    there is any. shows_reasoning: whether it shows any of what follows.
     """
 
     text: str
@@ -115,13 +115,18 @@ class Continuations:
         new: Sequence[Message],
         tools: Sequence[Tool] | None,
         *,
+        reasoning: bool,
         clock: datetime | None,
     ) -> Continuation | None:
-        """What follows `reply` once `new` is said; None when only a full render can tell."""
+        """What follows `reply` once `new` is said; None when only a full render can tell.
+
+        reasoning: whether there is any in the turns before.
+        """
         shape = _shape(reply, new, tools)
         if shape is None or not self._proved(shape):
             return None
-        return self._continue(reply, new, _STAND_IN_TOOLS if tools else None, clock)
+        stand_in_tools = _STAND_IN_TOOLS if tools else None
+        return self._continue(reply, new, stand_in_tools, clock, reasoning=reasoning)
 
     def _continue(
         self,
@@ -129,18 +134,13 @@ class Continuations:
         new: Sequence[Message],
         tools: Sequence[Tool] | None,
         clock: datetime | None,
+        *,
+        reasoning: bool,
     ) -> Continuation | None:
         calls = reply.get("tool_calls") or ()
-        earlier: Message = {"role": "assistant", "content": "answer"}
-        middle = _QUESTION
-        if tools:
-            earlier, middle = _assistant([_call(0, {})]), _tool_result(0, "result")
-        past = [
-            _QUESTION,
-            {**earlier, "reasoning_content": self._earlier},
-            middle,
-            {**_with_sentinel(calls, self._sentinel), "reasoning_content": self._later},
-        ]
+        past = [_QUESTION, _with_sentinel(calls, self._sentinel)]
+        if reasoning:
+            past = self._with_reasoning(past[-1], tools)
         shield = self._tokenizer.shield()
         text = self._render([*past, *new], tools, prompt=True, clock=clock, shield=shield)
         before, found, after = (text or "").partition(self._sentinel)
@@ -162,6 +162,19 @@ class Continuations:
             and text
             != self._render([*past, *silent], tools, prompt=True, clock=clock, shield=shield),
         )
+
+    def _with_reasoning(self, reply: Message, tools: Sequence[Tool] | None) -> list[Message]:
+        """A stand-in history with reasoning in both of its turns."""
+        earlier: Message = {"role": "assistant", "content": "answer"}
+        middle = _QUESTION
+        if tools:
+            earlier, middle = _assistant([_call(0, {})]), _tool_result(0, "result")
+        return [
+            _QUESTION,
+            {**earlier, "reasoning_content": self._earlier},
+            middle,
+            {**reply, "reasoning_content": self._later},
+        ]
 
     def _reply(self, *, calls: bool) -> Message:
         return _with_sentinel([_call(0, {})] if calls else (), self._sentinel)
@@ -260,8 +273,14 @@ class Continuations:
         reply = _with_sentinel(calls, self._sentinel)
         new = list(_messages_of(parts))
         tools = _PROOF_TOOLS if with_tools else None
-        continued = self._continue(reply, new, _STAND_IN_TOOLS if with_tools else None, _CLOCK)
-        if continued is None:
+        stand_in_tools = _STAND_IN_TOOLS if with_tools else None
+        continued, other = (
+            self._continue(reply, new, stand_in_tools, _CLOCK, reasoning=reasoning)
+            for reasoning in (False, True)
+        )
+        if continued is None or other is None:
+            return False
+        if (continued.text, continued.close) != (other.text, other.close):
             return False
         end = (self._call_end or "") if with_calls else ""
         proofs = 0

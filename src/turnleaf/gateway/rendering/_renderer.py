@@ -158,7 +158,7 @@ class Renderer:
         None when the path must be rendered anew: the template now omits that reasoning, or it is
         not proved to continue such a conversation without rewriting it. Raises RenderError.
         """
-        continued = self._continuations.after(reply, new, tools, clock=clock)
+        continued = self._continuations.after(reply, new, tools, reasoning=reasoning, clock=clock)
         if continued is None or (reasoning and not continued.keeps_reasoning):
             return None
         ids = self._tokenizer.encode(continued.text, continued.shield)
