@@ -15,6 +15,7 @@ def _refuse_constant(name: str) -> Any:
 
 DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 """Strict: NaN and the infinities are no JSON."""
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 def check_text(value: Any) -> None:
@@ -22,6 +23,9 @@ def check_text(value: Any) -> None:
 
     Half a surrogate pair is valid JSON, but neither UTF-8 nor tokens can hold it.
     """
+    if isinstance(value, str):
+        value.encode()
+        return
     level = [value]
     for _ in range(DEEPEST):
         level = [
@@ -34,4 +38,4 @@ def check_text(value: Any) -> None:
             break
     else:
         raise ValueError(f"nested more than {DEEPEST} levels deep")
-    json.dumps(value, ensure_ascii=False).encode()
+    _ENCODER.encode(value).encode()

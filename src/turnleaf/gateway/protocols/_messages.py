@@ -15,6 +15,8 @@ Message = dict[str, Any]
 """A normalised message: `role`; `content`, always a string; where they apply `reasoning_content`,
 `tool_calls` (arguments as a dict where they are a JSON object), `tool_call_id` and `name`."""
 
+# json.dumps would make one each time.
+_CANONICAL = json.JSONEncoder(sort_keys=True)
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -60,8 +62,8 @@ def canonical_text(message: Message) -> str:
         [call["function"]["name"], call["function"]["arguments"]]
         for call in message.get("tool_calls", ())
     ]
-    return json.dumps(
-        [message["role"], message.get("name"), message["content"].strip(), calls], sort_keys=True
+    return _CANONICAL.encode(
+        [message["role"], message.get("name"), message["content"].strip(), calls]
     )
 
 
