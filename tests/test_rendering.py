@@ -616,6 +616,20 @@ def test_xml_calls(load_renderer: Load) -> None:
     assert parsed.calls == (ParsedCall("run", '{"a": "5"}'),)
 
 
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3"])
+@given(data=st.data())
+def test_decoding_equals_the_tokenizers_own(
+    load_renderer: Load, family: str, data: st.DataObject
+) -> None:
+    renderer = load_renderer(family, None)
+    backend = renderer._tokenizer._backend
+    # Bytes that are no characters stand first in the vocabulary, control tokens last.
+    id_ = st.one_of(st.integers(0, 300), st.integers(0, backend.get_vocab_size() + 5))
+    tokens = data.draw(st.lists(id_, max_size=12))
+    own = backend.decode(tokens, skip_special_tokens=False)
+    assert [renderer.decode(array(*tokens)) for _ in range(2)] == [own, own]
+
+
 @given(data=st.data())
 @a_few
 def test_no_output_breaks_the_parser(load_renderer: Load, data: st.DataObject) -> None:

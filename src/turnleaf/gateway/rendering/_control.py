@@ -82,7 +82,13 @@ class ControlledTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """The text of tokens, control tokens included; broken UTF-8 becomes U+FFFD."""
-        return self._backend.decode(ids, skip_special_tokens=False)
+        if not self.decodes_bytes:
+            return self._backend.decode(ids, skip_special_tokens=False)
+        try:
+            found = b"".join(map(self._bytes.__getitem__, ids))
+        except KeyError:  # some of them for the first time
+            found = b"".join(map(self.bytes_of, ids))
+        return found.decode("utf-8", "replace")
 
     def bytes_of(self, id_: int) -> bytes:
         """The bytes of one token, if `decodes_bytes`; their text is decoded from all together."""
@@ -172,9 +178,10 @@ class Shield:
 
     def cover(self, value: Any) -> Any:
         """A copy of a JSON value in which every string, keys included, is harmless."""
-        if isinstance(value, str):
+        kind = type(value)  # which tells sooner than asking for what is a kind of Mapping
+        if kind is str:
             return self._cover_text(value)
-        if isinstance(value, Mapping):
+        if kind is dict or isinstance(value, Mapping):
             return {self.cover(key): self.cover(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.cover(item) for item in value]
@@ -199,7 +206,10 @@ class Shield:
 
     def _cover_text(self, text: str) -> str:
         own = self._tokenizer
-        if not any(sign in text for sign in own._edge_signs):
+        for sign in own._edge_signs:
+            if sign in text:
+                break
+        else:
             return text
         text = own._pattern.sub(lambda found: self._stand_in(found[0]), text)
         kept = text.rstrip()
