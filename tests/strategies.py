@@ -847,3 +847,14 @@ def runtime_requests(draw: st.DrawFn) -> dict[str, Any]:
     fields = st.sampled_from(["prompt", "do", "_config", "invocation_id", "status", "version"])
     values = st.one_of(st.none(), st.text(max_size=3), st.integers(0, 1), st.just({"api_key": "k"}))
     return {**draw(st.dictionaries(fields, values, max_size=3)), "_agentcore_runtime": envelope}
+
+
+def wordy_texts() -> st.SearchStrategy[str]:
+    """Texts of words, numbers, punctuation and space in all the ways that tokenizers cut."""
+    pieces = st.sampled_from(
+        [
+            *("word", " Words", "HTTPServer", "don't", "'LL", "'s", "1", "234", "56789", "é"),
+            *(" ", "  ", "\n", "\r\n", "\t", "\x0b", "\x1f", "\x7f", "...", "?!\n", "//\n", "_-"),
+        ]
+    )
+    return st.lists(st.one_of(pieces, st.text(max_size=3)), max_size=14).map("".join)

@@ -19,6 +19,7 @@ import tokenizers
 
 from turnleaf.core import ContractError
 from turnleaf.gateway.rendering._errors import RenderError
+from turnleaf.gateway.rendering._words import WordMemory
 from turnleaf.gateway.rendering.parsers import Piece
 
 __all__ = ["ControlledTokenizer", "Shield"]
@@ -50,6 +51,7 @@ class ControlledTokenizer:
             _refuse_unusual(token, backend)
         self._backend = backend
         self._plain = _without_added_tokens(backend, set(added))
+        self._words = WordMemory.of(self._plain)
         self._short_ids = lru_cache(_REMEMBERED)(self._ids_of)
         self._ids = {token.content: id_ for id_, token in added.items()}
         longest_first = sorted(self._ids, key=len, reverse=True)
@@ -147,6 +149,9 @@ class ControlledTokenizer:
         return self._short_ids(text) if len(text) <= _SHORT else self._ids_of(text)
 
     def _ids_of(self, text: str) -> list[int]:
+        remembered = None if self._words is None else self._words.encode(text)
+        if remembered is not None:
+            return remembered
         # As a batch of one: `encode` also works out where each token begins, and holds Python's
         # global lock meanwhile.
         return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
