@@ -1,5 +1,6 @@
 """The tree of a rollout's turns, and the leaves that are trained."""
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
@@ -84,6 +85,11 @@ class Trajectory:
         self._refused = Counter(refused or {})
         self._turns: dict[str, Turn] = {}
         self._indices: set[int] = set()
+        # Length of each turn's path, number in the order of their addition, and id.
+        self._ends: list[tuple[int, int, str]] = []
+        # What a turn's path consists of: of the one that was last asked for, or has extended it.
+        self._path_of: str | None = None
+        self._path_arrays: list[TokenIds] = []
         self._experts: tuple[int, ...] | None = None
         for turn in turns:
             self.add(turn)
@@ -150,8 +156,13 @@ class Trajectory:
                     f"of earlier turns have {self._experts}"
                 )
             self._experts = shape
+        extends = turn.parent is not None and turn.keep == self._turns[turn.parent].end
+        if extends and turn.parent == self._path_of:
+            self._path_of = turn.id
+            self._path_arrays += turn.prompt, turn.output
         self._turns[turn.id] = turn
         self._indices.add(turn.index)
+        insort(self._ends, (turn.end, len(self._ends), turn.id))
 
     def exclude(self, turn_id: str, reason: Exclusion | None) -> None:
         """Set why a turn is not trained; None trains it. Raises TrajectoryError if unknown."""
@@ -167,30 +178,41 @@ class Trajectory:
         step per turn.
 
         along: id of a turn that the prompt is known to continue: it begins with all tokens of that
-        turn's path, which are not compared.
+        turn's path, which are not compared. Turns with shorter paths then cost nothing.
         with_experts: only turns that recorded routed experts count. A leaf has experts only if
         all of its turns do, and a call that was aborted before its first token recorded none.
         """
-        best, best_rank = Place(None, 0), (0, False, False)
-        shared: dict[str | None, int] = {None: 0}
-        # Of each turn on the path: how many of its tokens are on it.
-        known = {} if along is None else {piece.turn.id: piece.upto for piece in self._path(along)}
-        for turn in self._turns.values():
-            matched = min(turn.keep, shared[turn.parent])
-            if matched == turn.keep:
-                upto = known.get(turn.id)
-                matched = turn.end if upto == turn.end else _shared(turn, prompt)
-            shared[turn.id] = matched
-            rank = (matched, matched == turn.end, turn.excluded != "undelivered")
+
+        def may_be_parent(turn: Turn, matched: int) -> bool:
             # A turn that adds nothing to the match is no parent: its own parent is one.
-            adds = matched > turn.keep and (not with_experts or _experts(turn) is not None)
-            if adds and rank >= best_rank:
+            return matched > turn.keep and (not with_experts or _experts(turn) is not None)
+
+        shared: dict[str | None, int] = {None: 0}
+        shortest = 0
+        if along is not None:
+            known = self.turn(along)
+            shared[along] = known.end
+            if may_be_parent(known, known.end):
+                shortest = known.end
+        candidates = self._ends[bisect_left(self._ends, (shortest,)) :]
+        if along is not None and len(candidates) > 1:
+            shared |= {piece.turn.id: piece.upto for piece in self._path(along) if piece.whole}
+        best, best_rank = Place(None, 0), (0, False, False, 0)
+        for _, order, turn_id in candidates:
+            turn = self._turns[turn_id]
+            matched = self._match(turn, prompt, shared)
+            rank = (matched, matched == turn.end, turn.excluded != "undelivered", order)
+            if may_be_parent(turn, matched) and rank > best_rank:
                 best, best_rank = Place(turn.id, matched), rank
         return best
 
     def tokens_through(self, turn_id: str) -> TokenIds:
         """int32[n]: the turn's full prompt and its output."""
-        return _join([array for piece in self._path(turn_id) for array in piece.arrays()], np.int32)
+        if turn_id != self._path_of:
+            path = self._path(turn_id)
+            self._path_arrays = [array for piece in path for array in piece.arrays()]
+            self._path_of = turn_id
+        return _join(self._path_arrays, np.int32)
 
     def leaves(self) -> list[Leaf]:
         """The token sequences to train, in the order of their last turns' indices.
@@ -216,6 +238,21 @@ class Trajectory:
         """Read what `to_json` wrote; raises TrajectoryError when it is anything else."""
         turns, refused = turns_from_json(data)
         return cls(turns, refused=refused)
+
+    def _match(self, turn: Turn, prompt: TokenIds, shared: dict[str | None, int]) -> int:
+        """How many tokens of the turn's path the prompt shares.
+
+        shared: the same of the turns for which it is known; those that it takes are added.
+        """
+        unknown = []
+        at: Turn | None = turn
+        while at is not None and at.id not in shared:
+            unknown.append(at)
+            at = None if at.parent is None else self._turns[at.parent]
+        for at in reversed(unknown):
+            matched = min(at.keep, shared[at.parent])
+            shared[at.id] = _shared(at, prompt) if matched == at.keep else matched
+        return shared[turn.id]
 
     def _path(self, turn_id: str) -> list[_Piece]:
         pieces = []
