@@ -27,7 +27,7 @@ _TOO_LARGE = "its request's head is too large"
 _TOO_EARLY = "it sent a request before the one before was answered"
 _ONE_READ = 2**18  # bytes that arrive at once, at most
 _END = b"\r\n\r\n"
-_UPGRADE = re.compile(rb"(?<=\r\n)(?:upgrade|http2-settings)[ \t]*:.*?\r\n", re.IGNORECASE)
+_UPGRADE = re.compile(rb"\r\n(?:upgrade|http2-settings)[ \t]*:.*?(?=\r\n)", re.IGNORECASE)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -37,7 +37,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     before the one before is answered.
     """
 
-    _head: bytearray | None
+    _head: bytes | None
     """What has arrived of a head; None while a request is being parsed."""
     _handed_over = False
     """The parser is to begin with the head that it was given."""
@@ -52,7 +52,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head = bytearray()
+        self._head = b""
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -83,9 +83,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._is_answering():
                 self._give_up(_TOO_EARLY)
                 return
-            head, body = self._head[: end + len(_END)], self._head[end + len(_END) :]
-            data = _UPGRADE.sub(b"", bytes(head)) + bytes(body)
-            self._head, self._handed_over = None, True
+            data, self._head, self._handed_over = self._head, None, True
+            if _UPGRADE.search(data, 0, end + len(_END)):
+                # Rare, and the body, which may be long, is copied.
+                head, body = data[: end + len(_END)], data[end + len(_END) :]
+                data = _UPGRADE.sub(b"", head) + body
         super().data_received(data)
         if self._stray_bytes is not None:
             self._stray_bytes += len(data)
@@ -121,7 +123,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._stop_timer()
-        self._head = bytearray()
+        self._head = b""
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
