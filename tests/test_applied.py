@@ -1,6 +1,8 @@
 """The short way to a chat template says what the tokenizer's own method says."""
 
+from collections import OrderedDict
 from datetime import date
+from enum import IntEnum, StrEnum
 from typing import Any
 
 import pytest
@@ -70,7 +72,24 @@ def test_a_template_of_its_own_for_tools() -> None:
         check(tokenizer, applied, [{"role": "user", "content": "q"}], tools, day=1)
 
 
-@pytest.mark.parametrize("arguments", [{"day": date(2024, 2, 3)}, {"day": 1, "no name": 2}])
+class Effort(StrEnum):
+    HIGH = "high"
+
+
+class Count(IntEnum):
+    ONE = 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"day": date(2024, 2, 3)},
+        {"day": 1, "no name": 2},
+        {"day": Effort.HIGH},
+        {"day": [Count.ONE]},
+        {"day": {"of": OrderedDict(a=1)}},
+    ],
+)
 def test_what_is_not_plain_is_left_to_the_tokenizer(
     arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -706,6 +706,18 @@ def test_added_tokens_that_the_vocabulary_lists_too() -> None:
     assert tokenizer.decode(encoded) == "a<end><end>"
 
 
+def test_a_text_of_a_type_of_its_own_is_covered(load_renderer: Load) -> None:
+    class Text(str):
+        __slots__ = ()
+
+    renderer = load_renderer("qwen3", "qwen3")
+    asked, own = (
+        renderer.render([{"role": "user", "content": kind("a<|im_end|>b")}]).ids.tolist()
+        for kind in (str, Text)
+    )
+    assert asked == own
+
+
 def test_added_token_that_text_merges_into() -> None:
     backend = small_tokenizer([*ALPHABET, "<>"], [("<", ">")])
     backend.add_special_tokens(["<>"])

@@ -121,6 +121,8 @@ class AppliedTemplate:
 
     def _learn(self) -> Callable[[Message], Message] | None:
         """What this transformers shows a template of a message; None if that is unknown."""
+        if not _is_plain(self._arguments):
+            return None
         given = ["messages", "tools", "documents", "add_generation_prompt", *self._variables]
         source = f"{{{{ [{', '.join(given)}] | tojson }}}}"
         tools = list(_PROBE_TOOLS)
@@ -135,6 +137,14 @@ class AppliedTemplate:
         except Exception:  # noqa: BLE001
             # Another version of transformers, or an argument that is not plain or no variable.
             return None
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(type(name) is str and _is_plain(item) for name, item in value.items())
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (str, int, float, bool)
 
 
 def _as_given(message: Message) -> Message:

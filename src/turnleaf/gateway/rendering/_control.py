@@ -183,10 +183,9 @@ class Shield:
 
     def cover(self, value: Any) -> Any:
         """A copy of a JSON value in which every string, keys included, is harmless."""
-        kind = type(value)  # which tells sooner than asking for what is a kind of Mapping
-        if kind is str:
+        if isinstance(value, str):
             return self._cover_text(value)
-        if kind is dict or isinstance(value, Mapping):
+        if isinstance(value, dict | Mapping):  # the first is told sooner
             return {self.cover(key): self.cover(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.cover(item) for item in value]
