@@ -16,6 +16,7 @@ from aiohttp import web
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
+from tests.http_stand_ins import serve, silent
 from tests.strategies import garbled_engine_replies, json_values
 from tests.waiting import until
 from turnleaf.adapters.mock import ScriptedEngine
@@ -57,21 +58,6 @@ async def client(url: str, *, retry_budget: float = 5.0) -> AsyncIterator[SGLang
 async def ask(url: str, request: EngineRequest | None = None, **options: Any) -> EngineReply:
     async with client(url, **options) as engine:
         return await engine.generate(request or request_for(), stop=Stop())
-
-
-@asynccontextmanager
-async def serve(*routes: web.RouteDef) -> AsyncIterator[str]:
-    """A stand-in for an engine or a router."""
-    app = web.Application()
-    app.add_routes(routes)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 async def test_a_reply_is_ids_with_their_logprobs(scripted_engine: StartEngine) -> None:
@@ -220,13 +206,8 @@ async def test_a_stopped_call_hands_back_its_part(scripted_engine: StartEngine) 
 async def test_a_stopped_call_that_gets_nothing_back_is_lost() -> None:
     asked = anyio.Event()
 
-    async def generate(_: web.Request) -> web.Response:
-        asked.set()
-        await anyio.sleep_forever()
-        raise AssertionError
-
     stop = Stop()
-    async with serve(web.post("/generate", generate)) as url, client(url) as sglang:
+    async with serve(web.post("/generate", silent(asked))) as url, client(url) as sglang:
 
         async def stop_when_asked() -> None:
             await asked.wait()
@@ -293,12 +274,7 @@ async def test_what_asks_for_an_abort_ends_with_the_call() -> None:
         await asked.wait()
         return web.Response(body=reply_bytes(2), content_type="application/json")
 
-    async def abort(_: web.Request) -> web.Response:
-        asked.set()
-        await anyio.sleep_forever()
-        raise AssertionError
-
-    routes = web.post("/generate", generate), web.post("/abort_request", abort)
+    routes = web.post("/generate", generate), web.post("/abort_request", silent(asked))
     async with serve(*routes) as url, client(url) as sglang:
         with anyio.fail_after(0.4):  # less than the engine is given for it
             reply = await sglang.generate(request_for(), stop=stop)

@@ -13,6 +13,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.http_stand_ins import serve, silent
 from tests.strategies import garbled_engine_replies, json_values, streamed_replies
 from tests.waiting import until
 from turnleaf.adapters.mock import ScriptedEngine, compare, serve_router
@@ -273,11 +274,7 @@ async def test_an_engine_that_does_not_say_is_waited_for_a_little_while(
 ) -> None:
     monkeypatch.setattr(_fleet, "_ASKING_TIME", 0.05)
 
-    async def server_info(_: web.Request) -> web.Response:
-        await anyio.sleep_forever()
-        raise AssertionError
-
-    async with serve(web.get("/server_info", server_info)) as url, caller(url) as client:
+    async with serve(web.get("/server_info", silent(anyio.Event()))) as url, caller(url) as client:
         with anyio.fail_after(5):
             assert not await client.sglang._fleet.streams_incrementally()
 
@@ -539,20 +536,6 @@ async def test_what_comes_in_small_pieces_is_read_together(monkeypatch: pytest.M
 
 
 @asynccontextmanager
-async def serve(*routes: web.RouteDef) -> AsyncIterator[str]:
-    app = web.Application()
-    app.add_routes(routes)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-@asynccontextmanager
 async def streaming(
     *streams: Iterable[bytes] | AsyncIterator[bytes],
     ends: bool = True,
@@ -611,18 +594,13 @@ async def test_events_may_be_cut_anywhere_and_the_last_one_ends_it(ends: bool) -
 async def test_a_cumulative_stream_does_not_wait_for_its_abort() -> None:
     asked = anyio.Event()
 
-    async def abort(_: web.Request) -> web.Response:
-        asked.set()
-        await anyio.sleep_forever()
-        raise AssertionError
-
     async def chunks() -> AsyncIterator[bytes]:
         yield event(1, [FIVE])
         yield event(2, [FIVE, SIX])
         await asked.wait()
         yield event(2, [FIVE, SIX], "stop") + DONE
 
-    routes = [web.post("/abort_request", abort)]
+    routes = [web.post("/abort_request", silent(asked))]
     async with streaming(chunks(), routes=routes) as url, caller(url) as client:
         with anyio.fail_after(5):
             reply = await client.ask()

@@ -21,6 +21,13 @@ def tokenizer(request: pytest.FixtureRequest) -> ControlledTokenizer:
     return tokenizer_of(request.param)
 
 
+def memory_of(tokenizer: ControlledTokenizer) -> WordMemory:
+    """One that has not met a text yet."""
+    memory = WordMemory.of(tokenizer._plain)
+    assert memory is not None
+    return memory
+
+
 def own_ids(tokenizer: ControlledTokenizer, text: str) -> list[int]:
     ids: list[int] = tokenizer._plain.encode(text, add_special_tokens=False).ids
     return ids
@@ -37,27 +44,24 @@ def test_ids_are_the_tokenizers_own(tokenizer: ControlledTokenizer, text: str) -
 
 
 def test_ordinary_text_is_remembered(tokenizer: ControlledTokenizer) -> None:
-    memory = WordMemory.of(tokenizer._plain)
-    assert memory is not None
-    assert memory.encode(SENTENCE) == own_ids(tokenizer, SENTENCE)
+    assert memory_of(tokenizer).encode(SENTENCE) == own_ids(tokenizer, SENTENCE)
 
 
 def test_other_texts_and_many_new_words_are_left_to_the_tokenizer() -> None:
-    memory = WordMemory.of(tokenizer_of("qwen3-coder")._plain)
-    assert memory is not None
+    tokenizer = tokenizer_of("qwen3-coder")
+    memory = memory_of(tokenizer)
     assert memory.encode("ça va") is None
     assert memory.encode("word " * 4_000) is None
     words = " ".join(
         f"{'xyz' * (1 + at % 5)}{chr(97 + at % 26)}{chr(97 + at // 26)}" for at in range(150)
     )
     assert [memory.encode(words) is None for _ in range(3)] == [True, True, False]
-    assert memory.encode(words) == own_ids(tokenizer_of("qwen3-coder"), words)
+    assert memory.encode(words) == own_ids(tokenizer, words)
 
 
 def test_what_is_remembered_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tokenizer_of("qwen3-coder")
-    memory = WordMemory.of(tokenizer._plain)
-    assert memory is not None
+    memory = memory_of(tokenizer)
     monkeypatch.setattr(_words, "_MOST_WORDS", 50)
     for at in range(300):
         text = f"{SENTENCE} {'b' * (at % 20)}{chr(97 + at % 26)} {'c' * 40}"

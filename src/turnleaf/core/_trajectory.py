@@ -209,8 +209,7 @@ class Trajectory:
     def tokens_through(self, turn_id: str) -> TokenIds:
         """int32[n]: the turn's full prompt and its output."""
         if turn_id != self._path_of:
-            path = self._path(turn_id)
-            self._path_arrays = [array for piece in path for array in piece.arrays()]
+            self._path_arrays = _arrays(self._path(turn_id))
             self._path_of = turn_id
         return _join(self._path_arrays, np.int32)
 
@@ -294,7 +293,7 @@ class Trajectory:
             logprobs[sampled] = turn.logprobs
         top_p_ids, top_p_offsets = _top_p(here, last.end)
         return Leaf(
-            tokens=_join([array for piece in path for array in piece.arrays()], np.int32),
+            tokens=_join(_arrays(path), np.int32),
             loss_mask=loss_mask,
             logprobs=logprobs,
             prompt_length=here[0].end - len(here[0].output),
@@ -304,6 +303,11 @@ class Trajectory:
             top_p_ids=top_p_ids,
             top_p_offsets=top_p_offsets,
         )
+
+
+def _arrays(path: Iterable[_Piece]) -> list[TokenIds]:
+    """The tokens of a path, in pieces."""
+    return [array for piece in path for array in piece.arrays()]
 
 
 def _join(arrays: list[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:

@@ -19,7 +19,7 @@ import tokenizers
 
 from turnleaf.core import ContractError
 from turnleaf.gateway.rendering._errors import RenderError
-from turnleaf.gateway.rendering._words import WordMemory
+from turnleaf.gateway.rendering._words import WordMemory, state_of
 from turnleaf.gateway.rendering.parsers import Piece
 
 __all__ = ["ControlledTokenizer", "Shield"]
@@ -261,10 +261,7 @@ def _refuse_unusual(token: tokenizers.AddedToken, backend: tokenizers.Tokenizer)
 
 
 def _normalises(backend: tokenizers.Tokenizer) -> bool:
-    if backend.normalizer is None:
-        return False
-    state = json.loads(backend.normalizer.__getstate__())
-    return bool(state != {"type": "Sequence", "normalizers": []})
+    return state_of(backend.normalizer) not in ({}, {"type": "Sequence", "normalizers": []})
 
 
 def _without_added_tokens(backend: tokenizers.Tokenizer, added: set[int]) -> tokenizers.Tokenizer:

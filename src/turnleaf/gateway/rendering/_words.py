@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-__all__ = ["WordMemory"]
+__all__ = ["WordMemory", "state_of"]
 
 _MOST_TEXT = 2**14
 """Characters of a text that is worth it; longer ones a tokenizer encodes without Python's lock."""
@@ -48,8 +48,8 @@ class WordMemory:
     @classmethod
     def of(cls, tokenizer: tokenizers.Tokenizer) -> "WordMemory | None":
         """The memory for a tokenizer; None unless it cuts texts with one known kind of pattern."""
-        steps: list[dict[str, Any]] = _state(tokenizer.pre_tokenizer).get("pretokenizers") or []
-        normalizer = _state(tokenizer.normalizer)
+        steps: list[dict[str, Any]] = state_of(tokenizer.pre_tokenizer).get("pretokenizers") or []
+        normalizer = state_of(tokenizer.normalizer)
         if len(steps) != 2 or normalizer not in ({}, {"type": "NFC"}):
             return None
         split, signs = steps
@@ -112,8 +112,8 @@ class WordMemory:
         return learned
 
 
-def _state(part: Any) -> dict[str, Any]:
-    """A part of a tokenizer as its file has it."""
+def state_of(part: Any) -> dict[str, Any]:
+    """A part of a tokenizer as its file has it; nothing where there is none."""
     state: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
     return state
 
