@@ -53,12 +53,14 @@ class RealEngine:
     records: Path
 
     def calls(self) -> list[dict[str, Any]]:
-        """What it says of the calls that ended until now, in that order. Left out are re-scorings,
-        and the probes of workers, which it may write down when they are long at work."""
+        """What it has written down of the calls that ended, in that order; it may write after it
+        has answered. Left out are re-scorings, and the probes of workers, which it may write down
+        when they are long at work."""
         lines = [
             json.loads(line)
             for file in sorted(self.records.glob("*.log"))
-            for line in file.read_text().splitlines()
+            for line in file.read_text().splitlines(keepends=True)
+            if line.endswith("\n")  # of the last one, there may be a part so far
         ]
         return [line for line in lines if not line["id"].startswith(("score", PROBE))]
 

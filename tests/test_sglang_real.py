@@ -372,11 +372,17 @@ async def test_the_past_of_a_rollout_comes_from_the_prefix_cache(stage: Stage, b
         for name in ("left", "right", "this", "that"):
             tasks.start_soon(rollout, name)
 
-    calls = {
-        call["id"].split(".")[0]: (number, call["cached_tokens"])
-        for number, engine in enumerate(stage.engines)
-        for call in engine.calls()
-    }
+    calls: dict[str, tuple[int, int]] = {}
+
+    def all_written_down() -> bool:
+        calls.update(
+            (call["id"].split(".")[0], (number, call["cached_tokens"]))
+            for number, engine in enumerate(stage.engines)
+            for call in engine.calls()
+        )
+        return all(turn.id in calls for each in rolled.values() for turn in each.turns)
+
+    await until(all_written_down)
     engines = {
         name: sorted({calls[turn.id][0] for turn in trajectory.turns})
         for name, trajectory in rolled.items()
