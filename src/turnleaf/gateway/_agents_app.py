@@ -10,7 +10,6 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import attrs
-from anyio.abc import TaskGroup
 from starlette.applications import Starlette
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -18,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from turnleaf.core import start_task
 from turnleaf.gateway._asked import Asked, identity_of
 from turnleaf.gateway._http import bearer, decoded, guarded, json_response, not_served, read_body
 from turnleaf.gateway._keys import Call, Keys, Record, ended
@@ -109,9 +109,9 @@ class ChatCompletions:
         body = await read_body(request, limit=self._turns.body_limit)
         chat = parse_chat_request(decoded(body))
         trained, marked = _is_trained(request), _is_marked(request)
-        # Again: the key may have been closed while the body arrived.
-        self._keys.authenticate(bearer(request))
+        record.check_open()  # again: it may have been closed while the body arrived
         identity = identity_of(body, trained=trained)
+        del body  # which may be long, as the call may
         claimed = record.asked.claim(identity, marked=marked)
         try:
             call = record.admit(turns=chat.n) if claimed is None else Call(joined=True)
@@ -122,18 +122,20 @@ class ChatCompletions:
         record.calls.add(call)
         try:
             with call.scope:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(client.watch)
-                    if claimed is None:
-                        asked = record.asked.ask(identity)
-                        await self._host(record, chat, trained, call, asked, client, reply, tasks)
-                    else:
-                        record.metrics.joined()
-                        await self._attend(record, claimed, call, client, reply)
-                    tasks.cancel_scope.cancel()
+                if claimed is None:
+                    asked = record.asked.ask(
+                        identity, on_abandoned=partial(call.end, "undelivered")
+                    )
+                    client.wait_for(asked)
+                    await self._host(record, chat, trained, call, asked, client, reply)
+                else:
+                    record.metrics.joined()
+                    client.wait_for(claimed)
+                    await self._attend(record, claimed, call, client, reply)
             if call.scope.cancelled_caught:
                 await reply.fail(ended())
         finally:
+            client.close()
             record.calls.discard(call)
             call.finished.set()
 
@@ -146,61 +148,55 @@ class ChatCompletions:
         asked: Asked,
         client: "_Client",
         reply: "_Sending",
-        tasks: TaskGroup,
     ) -> None:
-        """Have the turn sampled by one of the tasks, whoever waits for it in the end."""
+        """Have the turn sampled, whoever waits for it in the end, and tell the agent of it."""
 
         async def sample() -> None:
-            outcome = await self._sample(record, chat, trained, call, asked)
-            if not asked.done.is_set():  # as it is for a call that was cut
-                asked.finish(outcome)
+            asked.finish(await self._sample(record, chat, trained, call, asked))
 
         # No task, which would cost more than all else that a call does in waiting.
         ending = asyncio.get_running_loop().call_later(
             record.expires_at - time.monotonic(), call.end, "aborted"
         )
-        tasks.start_soon(sample)
         try:
-            await self._attend(record, asked, call, client, reply)
-            await asked.abandoned(self._keys.retry_grace)
-            call.end("undelivered")
-            await asked.done.wait()
+            if reply.streams:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(sample)
+                    await self._attend(record, asked, call, client, reply)
+            else:
+                await sample()
+                await self._attend(record, asked, call, client, reply)
         finally:
             ending.cancel()
-            if not asked.done.is_set():
+            if not asked.done:  # as for a call that was cut
                 asked.finish(ended())
 
     async def _attend(
         self, record: Record, asked: Asked, call: Call, client: "_Client", reply: "_Sending"
     ) -> None:
         """Wait for a turn and tell the agent of it; returns when that is done or the agent gone."""
-        client.on_gone = asked.notify
-        asked.take()
-        delivered = False
-        try:
-            while not asked.done.is_set() and not client.gone:
-                changed = asked.changed
-                if not reply.streams:
-                    await changed.wait()
-                    continue
-                await reply.pass_on(asked)
-                with anyio.move_on_after(self._keep_alive) as silence:
-                    await changed.wait()
-                if silence.cancelled_caught:
-                    await reply.keep_alive()
-            await anyio.lowlevel.checkpoint()  # a disconnect noticed meanwhile shows now
-            outcome = asked.outcome
-            if isinstance(outcome, Completion) and not client.gone:
-                await reply.complete(outcome, asked)
-                # At once: the server reports the end of a reply as a disconnect too.
-                if not client.gone:
-                    self._turns.deliver(record, *outcome.turn_ids)
-                    delivered = call.answered = True
-            elif isinstance(outcome, RequestError) and not client.gone:
-                await reply.fail(outcome)
+        while not asked.done and not client.gone:
+            changed = asked.changed
+            if not reply.streams:
+                await changed.wait()
+                continue
+            await reply.pass_on(asked)
+            with anyio.move_on_after(self._keep_alive) as silence:
+                await changed.wait()
+            if silence.cancelled_caught:
+                await reply.keep_alive()
+        await anyio.lowlevel.checkpoint()  # a disconnect noticed meanwhile shows now
+        outcome = asked.outcome
+        if isinstance(outcome, Completion) and not client.gone:
+            await reply.complete(outcome, asked)
+            # At once: the server reports the end of a reply as a disconnect too.
+            if not client.gone:
+                self._turns.deliver(record, *outcome.turn_ids)
                 call.answered = True
-        finally:
-            asked.leave(delivered=delivered)
+                client.leave(delivered=True)
+        elif isinstance(outcome, RequestError) and not client.gone:
+            await reply.fail(outcome)
+            call.answered = True
 
     async def _sample(
         self, record: Record, chat: ChatRequest, trained: bool, call: Call, asked: Asked
@@ -229,21 +225,38 @@ class ChatCompletions:
 
 
 class _Client:
-    """Notices when the client goes away."""
+    """Waits for a turn, and notices when it goes away."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self.on_gone: Callable[[], None] | None = None
+        self._asked: Asked | None = None
+        self._watching: asyncio.Task[None] | None = None
         self.gone = False
 
-    async def watch(self) -> None:
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                self.gone = True
-                if self.on_gone is not None:
-                    self.on_gone()
-                return
+    def wait_for(self, asked: Asked) -> None:
+        """From now on the turn has one more connection that waits for it."""
+        asked.take()
+        self._asked = asked
+        # In no task group, whose cancelling would cost as much as all else that a reply takes.
+        self._watching = start_task(self._watch(), name="client")
+
+    def leave(self, *, delivered: bool) -> None:
+        """It waits no longer; only the first time counts."""
+        if self._asked is not None:
+            self._asked.leave(delivered=delivered)
+            self._asked = None
+
+    def close(self) -> None:
+        """The request is over."""
+        self.leave(delivered=False)
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        self.leave(delivered=False)
 
 
 class _Sending:

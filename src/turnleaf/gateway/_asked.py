@@ -3,8 +3,8 @@
 import asyncio
 import hashlib
 import time
+from collections.abc import Callable
 
-import anyio
 import attrs
 
 from turnleaf.gateway.protocols import Completion, RequestError
@@ -33,10 +33,13 @@ class Asked:
     `time.monotonic` of when the last of them was lost; None while one waits, and once the reply was
     delivered. refused_at: the same of when it was refused. unretried: how many connections were
     told so, each of which may come with a retry. events: what a streaming client is to be sent, as
-    far as it is known; dropped when nobody waits for the whole any more.
+    far as it is known; dropped when nobody waits for the whole any more. on_abandoned: is called
+    when nobody has waited for `grace` seconds while the turn is under way; None when it is over.
     """
 
     identity: bytes
+    grace: float
+    on_abandoned: Callable[[], None] | None
     waiting: int = attrs.field(init=False, default=0)
     given: int = attrs.field(init=False, default=0)
     delivered: bool = attrs.field(init=False, default=False)
@@ -44,31 +47,44 @@ class Asked:
     refused_at: float | None = attrs.field(init=False, default=None)
     unretried: int = attrs.field(init=False, default=0)
     outcome: Completion | RequestError | None = attrs.field(init=False, default=None)
-    done: asyncio.Event = attrs.field(init=False, factory=asyncio.Event)
     events: list[bytes] = attrs.field(init=False, factory=list)
-    changed: asyncio.Event = attrs.field(init=False, factory=asyncio.Event)
-    """Is set, and replaced by another one, whenever something happens to the turn."""
+    _changed: asyncio.Event | None = attrs.field(init=False, default=None)
+    """Is there while somebody waits for it."""
+    _patience: asyncio.TimerHandle | None = attrs.field(init=False, default=None)
+
+    @property
+    def done(self) -> bool:
+        """Whether the turn is over."""
+        return self.outcome is not None
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Is set when the turn goes on, is over, or loses a connection: the next time only."""
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        return self._changed
 
     def tell(self, event: bytes) -> None:
         """There is more to send to a streaming client."""
         self.events.append(event)
-        self.notify()
+        self._notify()
 
     def finish(self, outcome: Completion | RequestError) -> None:
         """The turn is over."""
         self.outcome = outcome
         if isinstance(outcome, RequestError):
             self.refused_at, self.unretried = time.monotonic(), self.waiting
-        self.done.set()
+        self.on_abandoned = None
+        self._stop_patience()
         self._forget_events()
-        self.notify()
+        self._notify()
 
     def take(self) -> None:
         """One more connection waits for the reply."""
         self.waiting += 1
         self.given += 1
         self.lost_at = None
-        self.notify()
+        self._stop_patience()
 
     def leave(self, *, delivered: bool) -> None:
         """A connection waits no longer: it has the reply, or is lost."""
@@ -76,33 +92,38 @@ class Asked:
         self.delivered = self.delivered or delivered
         if not self.waiting and not self.delivered:
             self.lost_at = time.monotonic()
+            self._be_patient()
         self._forget_events()
-        self.notify()
+        self._notify()
 
     def deliver(self) -> None:
         """The agent has the reply, as a later request of its shows."""
         self.delivered, self.lost_at = True, None
-        self.notify()
 
-    async def abandoned(self, grace: float) -> None:
-        """Return when the turn is over, or nobody has waited for it for `grace` seconds."""
-        while not self.done.is_set():
-            changed = self.changed
-            left = None if self.lost_at is None else self.lost_at + grace - time.monotonic()
-            if left is not None and left <= 0:
-                return
-            with anyio.move_on_after(left):
-                await changed.wait()
+    def _be_patient(self) -> None:
+        """Wait for a retry as long as one may claim the turn."""
+        if self.lost_at is None or self.on_abandoned is None:
+            return
+        left = self.lost_at + self.grace - time.monotonic()
+        if left > 0:
+            self._patience = asyncio.get_running_loop().call_later(left, self._be_patient)
+        else:
+            self.on_abandoned()
+
+    def _stop_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def _forget_events(self) -> None:
         """The outcome says the same in less memory."""
-        if self.done.is_set() and not self.waiting:
+        if self.done and not self.waiting:
             self.events = []
 
-    def notify(self) -> None:
-        """Wake whoever waits for something to happen to the turn."""
-        self.changed.set()
-        self.changed = asyncio.Event()
+    def _notify(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
 
 @attrs.define(eq=False)
@@ -112,15 +133,15 @@ class AskedTurns:
     _grace: float
     _asked: list[Asked] = attrs.field(init=False, factory=list)
 
-    def ask(self, identity: bytes) -> Asked:
-        """A request that claims nothing: a turn of its own."""
-        asked = Asked(identity)
+    def ask(self, identity: bytes, *, on_abandoned: Callable[[], None] | None) -> Asked:
+        """A request that claims nothing: a turn of its own; see `Asked`."""
+        asked = Asked(identity, self._grace, on_abandoned)
         self._asked.append(asked)
         return asked
 
     def refuse(self, identity: bytes, error: RequestError) -> None:
         """A request was refused before a turn was asked for: a retry of it claims nothing."""
-        asked = self.ask(identity)
+        asked = self.ask(identity, on_abandoned=None)
         asked.take()
         asked.finish(error)
         asked.leave(delivered=False)
@@ -150,7 +171,7 @@ class AskedTurns:
             if asked.unretried:
                 asked.unretried -= 1
                 return None
-        under_way = [asked for asked in same if not asked.done.is_set()]
+        under_way = [asked for asked in same if not asked.done]
         delivered = [asked for asked in reversed(same) if asked.delivered]
         return min(under_way or delivered, key=lambda asked: asked.given, default=None)
 

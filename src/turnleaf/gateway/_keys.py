@@ -102,6 +102,13 @@ class Record:
         """The rollout, as logs name it."""
         return f"rollout {self.name}, {self.id}"
 
+    def check_open(self) -> None:
+        """Raises a 401 RequestError when the key works no longer."""
+        if self.closed_at is not None:
+            raise _unknown()
+        if time.monotonic() > self.expires_at:
+            raise _unauthorised("this API key has expired with its rollout's time limit")
+
     def take_indices(self, count: int) -> range:
         """The indices of the next turns."""
         first = self._next_index
@@ -241,12 +248,8 @@ class Keys:
             )
         record = self._by_secret.get(_digest(secret))
         if record is None:
-            raise _unauthorised(
-                "this API key is unknown or its rollout has ended: each rollout has its own, in "
-                "its payload's _config"
-            )
-        if time.monotonic() > record.expires_at:
-            raise _unauthorised("this API key has expired with its rollout's time limit")
+            raise _unknown()
+        record.check_open()
         return record
 
     async def close(self, key_id: str, *, aborted: bool) -> Trajectory:
@@ -310,6 +313,13 @@ def _digest(secret: str) -> bytes:
 def ended() -> RequestError:
     """What a call is answered whose key was closed meanwhile."""
     return _unauthorised("the rollout of this API key has ended")
+
+
+def _unknown() -> RequestError:
+    return _unauthorised(
+        "this API key is unknown or its rollout has ended: each rollout has its own, in its "
+        "payload's _config"
+    )
 
 
 def _unauthorised(message: str) -> RequestError:
