@@ -63,6 +63,8 @@ _READ = frozenset(
         "tools",
     }
 )
+_IGNORED = TRAINER_OWNED | HINTS
+_KNOWN = _READ | _IGNORED | _WITHOUT_EFFECT
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "modalities": (["text"],),
@@ -120,7 +122,7 @@ def parse_chat_request(body: Any) -> ChatRequest:
         if name in _NEUTRAL:
             if not any(type(value) is type(same) and value == same for same in _NEUTRAL[name]):
                 raise not_supported(name, _REMEDIES.get(name, "leave it out"))
-        elif name not in _READ | TRAINER_OWNED | HINTS | _WITHOUT_EFFECT:
+        elif name not in _KNOWN:
             raise not_supported(name, _REMEDIES.get(name, "leave it out"))
     tools = _tools(given.get("tools"))
     return ChatRequest(
@@ -136,7 +138,7 @@ def parse_chat_request(body: Any) -> ChatRequest:
         model=_model(given.get("model", "")),
         ignored={
             name: given[name]
-            for name in sorted(given.keys() & (TRAINER_OWNED | HINTS))
+            for name in sorted(given.keys() & _IGNORED)
             if given[name] is not _GRANTED.get(name)
         },
         constraints=read_constraints(given, tools),
