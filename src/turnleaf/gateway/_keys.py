@@ -234,11 +234,6 @@ class Keys:
         self._by_secret[_digest(secret)] = record
         return record, secret
 
-    @property
-    def retry_grace(self) -> float:
-        """Seconds for which a turn whose connection was lost waits for a retry."""
-        return self._retry_grace
-
     def authenticate(self, secret: str | None) -> Record:
         """The record that a secret names; raises a 401 RequestError when there is none."""
         if not secret:
