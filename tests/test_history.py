@@ -437,3 +437,61 @@ def test_messages_that_are_recalled_are_those_that_were_sent(
         for history in histories:
             reply = {"role": "assistant", "content": "so?"}
             recorded(history, copy.deepcopy(messages), reply, f"turn-{at}")
+
+
+@given(st.data())
+def test_a_conversation_is_followed_from_where_the_last_one_was_left(data: st.DataObject) -> None:
+    """What is recorded meanwhile, and in which order, changes nothing."""
+    histories = [History(), History()]
+    histories[1]._recall = lambda _: []  # type: ignore[method-assign]
+    conversations: list[list[dict[str, Any]]] = [[]]
+    begun: list[Any] = []
+
+    def record_some() -> None:
+        while begun and data.draw(st.integers(0, 3)):
+            turn, before, requests = begun.pop(data.draw(st.integers(0, len(begun) - 1)))
+            reply = data.draw(st.sampled_from(SAID[-2:]))
+            for history, (conversation, match) in zip(histories, requests, strict=True):
+                history.record(conversation, match, reply, turn, shows_reasoning=False)
+            conversations.extend([[*before, reply], [*before, SAID[-2]]])
+
+    for at in range(data.draw(st.integers(1, 8))):
+        said = data.draw(st.sampled_from([USER, SAID[-3]]))
+        messages = [*data.draw(st.sampled_from(conversations)), said]
+        tools = [{"type": "function"}] if data.draw(st.integers(0, 5)) == 5 else None
+        record_some()
+        read = [history.read(copy.deepcopy(messages), tools) for history in histories]
+        record_some()
+        one, other = [
+            history.match(conversation, delivered)
+            for history, conversation in zip(histories, read, strict=True)
+        ]
+        assert (one and (one.turn_id, one.past(), one.new)) == (
+            other and (other.turn_id, other.past(), other.new)
+        )
+        begun.append((f"turn-{at}", messages, list(zip(read, (one, other), strict=True))))
+
+
+def test_only_what_follows_the_last_match_is_looked_up() -> None:
+    history = History()
+    messages: list[dict[str, Any]] = [USER]
+    for turn in range(5):
+        reply = {"role": "assistant", "content": f"reply {turn}"}
+        recorded(history, messages, reply, f"turn-{turn}")
+        messages += [{**reply, "refusal": None}, {"role": "user", "content": f"next {turn}"}]
+        conversation = history.read(messages, None)
+        assert history._start(conversation).depth == 2 * turn
+        assert len(conversation._known) == 2 * turn + 3
+
+
+def test_a_reply_recorded_during_a_call_is_found_behind_it() -> None:
+    history = History()
+    *_, silent, thought = SAID
+    recorded(history, [USER], silent, "turn-1")
+    following = history.read([USER, silent, USER], None)
+    match = history.match(following, delivered)
+    recorded(history, [USER], thought, "turn-2")
+    history.record(following, match, silent, "turn-3", shows_reasoning=False)
+    latest = found(history, [USER, silent])
+    assert latest is not None
+    assert latest.turn_id == "turn-2"

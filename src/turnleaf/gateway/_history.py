@@ -27,8 +27,7 @@ class _Known:
     """A message: digest and number of its raw bytes, normal form, and what it is compared by.
 
     raw: as it was sent, if that equals only what says the same. key: what a node for it is found
-    by below its parent, unless it answers a call. next: what followed it when a turn was last
-    recorded with it, a reply or what a client made of it.
+    by below its parent, unless it answers a call.
     """
 
     raw_digest: bytes
@@ -40,7 +39,6 @@ class _Known:
     call_ids: tuple[str, ...]
     answers: str | None
     key: _ChildKey
-    next: "_Known | None" = None
 
     def is_repeated_by(self, raw: Any) -> bool:
         """Whether a message as it was sent is this one, in the same spelling."""
@@ -89,11 +87,34 @@ class _Node:
 
 
 @attrs.frozen(eq=False)
+class _Reached:
+    """Every node that the first `depth` messages of a conversation may have come to."""
+
+    depth: int
+    nodes: list[_Node]
+
+
+@attrs.frozen(eq=False)
+class _Latest:
+    """The conversation of the turn that was recorded last, with its reply.
+
+    keys: what the node of each message is found by below its parent. reached: from where on a
+    conversation that begins like it is followed; None for the root. It holds until another turn
+    is recorded.
+    """
+
+    tools: bytes
+    known: list[_Known]
+    keys: list[_ChildKey]
+    reached: _Reached | None
+
+
+@attrs.frozen(eq=False)
 class Conversation:
     """A request's messages, and the tools that it offers.
 
     keys: what the node of each message is found by below its parent. recalled: how many messages,
-    from the first on, followed one another like this in a turn that is recorded.
+    from the first on, are those of `latest`, the turn that was recorded last.
     """
 
     _tools: bytes
@@ -101,6 +122,7 @@ class Conversation:
     _known: list[_Known]
     _keys: list[_ChildKey]
     _recalled: int
+    _latest: _Latest | None
 
     @property
     def size(self) -> int:
@@ -115,11 +137,16 @@ class Conversation:
 
 @attrs.frozen(eq=False)
 class Match:
-    """The turn that a request continues."""
+    """The turn that a request continues.
+
+    recorded: how many turns were recorded by then.
+    """
 
     _new: Sequence[_Known]
     _reply: _Reply
     _node: _Node
+    _reached: _Reached
+    _recorded: int
     _matched: Sequence[_Known]
     _retention: ThinkingRetention
 
@@ -184,12 +211,13 @@ class History:
         self._restore = client_reasoning == "restore"
         self._retention = thinking_retention
         self._known: dict[bytes, _Known] = {}
-        self._first: _Known | None = None
+        self._latest: _Latest | None = None
         self._roots: dict[bytes, _Node] = {}
         self._recorded = 0
 
     def read(self, raw_messages: Sequence[Any], tools: Any) -> Conversation:
         """Take in a request's messages; raises RequestError that names the field at fault."""
+        latest = self._latest
         known = self._recall(raw_messages)
         recalled = len(known)
         try:
@@ -200,18 +228,18 @@ class History:
             raw_tools = orjson.dumps(tools)
         except (orjson.JSONEncodeError, RecursionError):
             raise bad_request("messages", "they, or the tools, are nested too deeply") from None
-        return Conversation(_digest(raw_tools), len(raw_tools), known, _keys(known), recalled)
+        keys = (latest.keys[:recalled] if latest else []) + _keys(known, recalled)
+        return Conversation(_digest(raw_tools), len(raw_tools), known, keys, recalled, latest)
 
     def _recall(self, raw_messages: Sequence[Any]) -> list[_Known]:
-        """The messages, up to the first that does not follow the others as it last did."""
-        recalled = []
-        known = self._first
-        for raw in raw_messages:
-            if known is None or not known.is_repeated_by(raw):
+        """The messages, up to the first that is not as in the turn that was recorded last."""
+        latest = self._latest.known if self._latest else []
+        recalled = 0
+        for known, raw in zip(latest, raw_messages, strict=False):
+            if not known.is_repeated_by(raw):
                 break
-            recalled.append(known)
-            known = known.next
-        return recalled
+            recalled += 1
+        return latest[:recalled]
 
     def match(self, conversation: Conversation, delivered: Callable[[str], bool]) -> Match | None:
         """The latest turn whose messages and reply the conversation begins with, if any.
@@ -220,11 +248,10 @@ class History:
         wins on whose path the client repeats the most tool-call ids, then one that was delivered,
         then the latest.
         """
-        best: tuple[int, list[_Node]] | None = None
-        root = self._roots.get(conversation._tools)
-        frontier = [root] if root else []
-        keyed = zip(conversation._known, conversation._keys, strict=True)
-        for at, (known, key) in enumerate(keyed):
+        reached = self._start(conversation)
+        depth, frontier = reached.depth, reached.nodes
+        following = zip(conversation._known[depth:], conversation._keys[depth:], strict=True)
+        for known, key in following:
             frontier = [
                 child
                 for node in frontier
@@ -233,14 +260,13 @@ class History:
             ]
             if not frontier:
                 break
-            replied = [node for node in frontier if node.replies]
-            if replied:
-                best = at + 1, replied
-        if best is None:
+            depth += 1
+            if any(node.replies for node in frontier):
+                reached = _Reached(depth, frontier)
+        candidates = [(node, reply) for node in reached.nodes for reply in node.replies]
+        if not candidates:
             return None
-        length, nodes = best
-        matched, new = conversation._known[:length], conversation._known[length:]
-        candidates = [(node, reply) for node in nodes for reply in node.replies]
+        matched, new = conversation._known[: reached.depth], conversation._known[reached.depth :]
         if len(candidates) > 1:
             candidates.sort(
                 key=lambda candidate: (
@@ -250,7 +276,17 @@ class History:
                 )
             )
         node, reply = candidates[-1]
-        return Match(new, reply, node, matched, self._retention)
+        return Match(new, reply, node, reached, self._recorded, matched, self._retention)
+
+    def _start(self, conversation: Conversation) -> _Reached:
+        """From where on a conversation is to be followed."""
+        latest = conversation._latest
+        if latest is not None and latest is self._latest and latest.tools == conversation._tools:
+            reached = latest.reached
+            if reached is not None and reached.depth <= conversation._recalled:
+                return reached
+        root = self._roots.get(conversation._tools)
+        return _Reached(0, [root] if root else [])
 
     def record(
         self,
@@ -273,7 +309,7 @@ class History:
         for at in range(start, len(conversation._known)):
             node = _child(node, conversation._known[at], conversation._keys[at])
         known = self._know(reply, "reply")
-        self._remember(conversation, known)
+        self._remember(conversation, match, known)
         repeated = any(child.replies for same in node.children.values() for child in same)
         node = _child(node, known, known.key)
         node.replies.append(
@@ -289,18 +325,20 @@ class History:
         self._recorded += 1
         return repeated
 
-    def _remember(self, conversation: Conversation, reply: _Known) -> None:
+    def _remember(self, conversation: Conversation, match: Match | None, reply: _Known) -> None:
         # The messages of the turn that it continues too: a client has a spelling of its own for
         # what it was sent.
-        recalled = conversation._recalled
-        before = conversation._known[recalled - 1] if recalled else None
-        for one in (*conversation._known[recalled:], reply):
+        for one in (*conversation._known[conversation._recalled :], reply):
             self._known[one.raw_digest] = one
-            if before is None:
-                self._first = one
-            else:
-                before.next = one
-            before = one
+        # This turn's own nodes are below those that the match reached. Others', recorded since the
+        # match, may be beside them.
+        reached = match._reached if match and match._recorded == self._recorded else None
+        self._latest = _Latest(
+            tools=conversation._tools,
+            known=[*conversation._known, reply],
+            keys=[*conversation._keys, reply.key],
+            reached=reached,
+        )
 
     def _know(self, raw: Any, where: str) -> _Known:
         raw_bytes = orjson.dumps(raw)
@@ -337,17 +375,22 @@ def _is_exact(raw: Any) -> bool:
     return raw is None or isinstance(raw, str)
 
 
-def _keys(conversation: Sequence[_Known]) -> list[_ChildKey]:
-    """The key of each message below its parent: a tool result is tied to the call it answers by
-    that call's position, since ids differ between equal replies."""
+def _keys(conversation: Sequence[_Known], start: int) -> list[_ChildKey]:
+    """The key of each message below its parent, from one on: a tool result is tied to the call it
+    answers by that call's position, since ids differ between equal replies."""
+    before = reversed(conversation[:start])
+    positions = _positions(next((known for known in before if known.call_ids), None))
     keys = []
-    positions: dict[str, int] = {}
-    for known in conversation:
+    for known in conversation[start:]:
         if known.call_ids:
-            positions = {call_id: at for at, call_id in enumerate(known.call_ids)}
+            positions = _positions(known)
         answers = known.answers
         keys.append((known.digest, positions.get(answers, answers)) if answers else known.key)
     return keys
+
+
+def _positions(calling: _Known | None) -> dict[str, int]:
+    return {call_id: at for at, call_id in enumerate(calling.call_ids)} if calling else {}
 
 
 def _child(node: _Node, known: _Known, key: _ChildKey) -> _Node:
