@@ -321,6 +321,30 @@ def as_some_client_sends(draw: st.DrawFn, message: dict[str, Any]) -> dict[str, 
 
 
 @st.composite
+def chat_bodies_of(draw: st.DrawFn, messages: list[Any]) -> bytes:
+    """A request with these messages, in some client's spelling of JSON, maybe with other fields
+    about, and maybe with a field twice."""
+    space = st.sampled_from(["", "", " ", "\n\t"])
+    before, behind = draw(space), draw(space)
+    comma, colon = f"{before},{behind}", f"{before}:{behind}"
+    ensure_ascii = draw(st.booleans())
+
+    def dumped(value: Any) -> str:
+        return json.dumps(value, separators=(comma, colon), ensure_ascii=ensure_ascii)
+
+    spelled = f"[{before}{comma.join(map(dumped, messages))}{behind}]"
+    name = draw(st.sampled_from(['"messages"'] * 4 + [r'"mess\u0061ges"']))
+    others = st.dictionaries(st.sampled_from(["model", "tools", "user"]), json_values, max_size=2)
+    first = [f"{dumped(key)}{colon}{dumped(value)}" for key, value in draw(others).items()]
+    last = [f"{dumped(key)}{colon}{dumped(value)}" for key, value in draw(others).items()]
+    again = draw(st.sampled_from([None] * 6 + ["[]", "[{}]", "1", spelled]))
+    if again is not None:
+        draw(st.sampled_from([first, last])).append(f'"messages"{colon}{again}')
+    fields = [*first, f"{name}{colon}{spelled}", *last]
+    return f"{before}{{{behind}{comma.join(fields)}{before}}}{behind}".encode()
+
+
+@st.composite
 def garbled_engine_replies(draw: st.DrawFn) -> bytes:
     """An SGLang reply of two tokens that was damaged."""
     meta_info = {

@@ -15,6 +15,7 @@ import pytest
 from tests.gateway_stack import Stack, openai_client, renderer, running_gateway, tokenizer
 from tests.waiting import until
 from turnleaf.core import Leaf, Trajectory
+from turnleaf.gateway import _bodies
 from turnleaf.gateway.engines import _continuing
 from turnleaf.gateway.rendering import Renderer
 
@@ -280,6 +281,28 @@ async def test_branches_each_continue_from_their_own_tokens() -> None:
         "B<|im_end|>|B1<|im_end|>",
         "A<|im_end|>|A1<|im_end|>|A2<|im_end|>",
     ]
+
+
+async def test_a_growing_history_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every further request only what is new is decoded, rendered and encoded."""
+    wholes: list[bytes] = []
+
+    def decoded(data: bytes) -> Any:
+        wholes.append(data)
+        return json.loads(data)
+
+    monkeypatch.setattr(_bodies, "decoded", decoded)
+    async with running_gateway([{"text": f"Answer {at}"} for at in range(4)]) as stack:
+        key = await stack.open()
+        async with openai_client(key) as client:
+            messages: list[Any] = [USER]
+            for at in range(4):
+                reply = (await ask(client, messages, temperature=1)).choices[0].message
+                assert reply.content == f"Answer {at}"
+                messages += [reply.model_dump(), {"role": "user", "content": f"And {at} ☂?"}]
+        (leaf,) = (await stack.close(key)).leaves()
+    assert len(wholes) == 1
+    assert len(leaf.turns) == 4
 
 
 async def test_edited_history_is_context_that_nobody_trains() -> None:

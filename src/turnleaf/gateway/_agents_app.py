@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnleaf.core import start_task
 from turnleaf.gateway._asked import Asked, identity_of
-from turnleaf.gateway._http import bearer, decoded, guarded, json_response, not_served, read_body
+from turnleaf.gateway._http import bearer, guarded, json_response, not_served, read_body
 from turnleaf.gateway._keys import Call, Keys, Record, ended
 from turnleaf.gateway._turns import Turns
 from turnleaf.gateway.protocols import (
@@ -106,12 +106,11 @@ class ChatCompletions:
 
     async def _serve(self, record: Record, request: Request, receive: Receive, send: Send) -> None:
         """Answer a request; raises RequestError for one that is refused before it begins."""
-        body = await read_body(request, limit=self._turns.body_limit)
-        chat = parse_chat_request(decoded(body))
+        body = record.bodies.read(await read_body(request, limit=self._turns.body_limit))
+        chat = parse_chat_request(body.value)
         trained, marked = _is_trained(request), _is_marked(request)
         record.check_open()  # again: it may have been closed while the body arrived
-        identity = identity_of(body, trained=trained)
-        del body  # which may be long, as the call may
+        identity = identity_of(body.digest, trained=trained)
         claimed = record.asked.claim(identity, marked=marked)
         try:
             call = record.admit(turns=chat.n) if claimed is None else Call(joined=True)
@@ -119,6 +118,7 @@ class ChatCompletions:
             record.asked.refuse(identity, error)
             raise
         client, reply = _Client(receive), _Sending(send, chat)
+        call.body = body
         record.calls.add(call)
         try:
             with call.scope:

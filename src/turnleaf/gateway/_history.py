@@ -26,13 +26,14 @@ _ChildKey = tuple[bytes, int | str | None]
 class _Known:
     """A message: digest and number of its raw bytes, normal form, and what it is compared by.
 
-    raw: as it was sent, if that equals only what says the same. key: what a node for it is found
-    by below its parent, unless it answers a call.
+    raw: as it was sent. exact: whether that equals only what says the same. key: what a node for it
+    is found by below its parent, unless it answers a call.
     """
 
     raw_digest: bytes
     size: int
     raw: Any
+    exact: bool
     message: Message
     digest: bytes
     reasoning: str
@@ -42,7 +43,9 @@ class _Known:
 
     def is_repeated_by(self, raw: Any) -> bool:
         """Whether a message as it was sent is this one, in the same spelling."""
-        if self.raw is not None:
+        if self.raw is raw:
+            return True
+        if self.exact:
             return bool(self.raw == raw)
         try:
             return _digest(orjson.dumps(raw)) == self.raw_digest
@@ -133,6 +136,11 @@ class Conversation:
     def messages(self) -> list[Message]:
         """The messages in normal form."""
         return [known.message for known in self._known]
+
+    @property
+    def raw_messages(self) -> list[Any]:
+        """The messages as they were sent: of equal ones, the first."""
+        return [known.raw for known in self._known]
 
 
 @attrs.frozen(eq=False)
@@ -350,7 +358,8 @@ class History:
             known = _Known(
                 raw_digest=key,
                 size=len(raw_bytes),
-                raw=raw if _is_exact(raw) else None,
+                raw=raw,
+                exact=_is_exact(raw),
                 message=message,
                 digest=digest,
                 reasoning=message.get("reasoning_content", "").strip(),

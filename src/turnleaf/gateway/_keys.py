@@ -17,6 +17,7 @@ import attrs
 
 from turnleaf.core import Exclusion, Purpose, Trajectory, Turn
 from turnleaf.gateway._asked import AskedTurns
+from turnleaf.gateway._bodies import Bodies, Body
 from turnleaf.gateway._branches import Branches
 from turnleaf.gateway._history import ClientReasoning, History, ThinkingRetention
 from turnleaf.gateway._limits import Limits
@@ -45,12 +46,13 @@ class Call:
     """A request in flight. `stop` ends it at the engine; `reason` says why.
 
     due: turns that it is having sampled and that are not recorded yet. joined: it waits for those
-    of another one. answered: the client has its reply.
+    of another one. answered: the client has its reply. body: what was sent.
     """
 
     due: int = 0
     joined: bool = False
     answered: bool = False
+    body: Body | None = None
     stop: Stop = attrs.field(factory=Stop)
     reason: Exclusion = "undelivered"
     finished: asyncio.Event = attrs.field(factory=asyncio.Event)
@@ -85,6 +87,7 @@ class Record:
     limits: Limits = attrs.field(factory=Limits)
     clock: datetime = attrs.field(factory=lambda: datetime.now(UTC).astimezone())
     trajectory: Trajectory = attrs.field(factory=Trajectory)
+    bodies: Bodies = attrs.field(factory=Bodies)
     branches: Branches = attrs.field(factory=Branches)
     calls: set[Call] = attrs.field(factory=set)
     warned: set[str] = attrs.field(factory=set)

@@ -195,6 +195,8 @@ class Turns:
             shows_reasoning=prepared.prompt.shows_reasoning
             or self._renderer.holds_reasoning(choice.message),
         )
+        if call.body is not None:
+            record.bodies.keep(call.body, prepared.conversation.raw_messages)
         record.branches.note(turn.id, prepared.conversation, prepared.match, repeated=repeated)
         return choice, reply.cached_tokens
 

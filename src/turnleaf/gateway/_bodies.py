@@ -1,0 +1,173 @@
+"""Reading the bodies of one rollout's requests, each from where it goes beyond an earlier one."""
+
+import hashlib
+import json
+import re
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import orjson
+
+from turnleaf.gateway._http import decoded
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+__all__ = ["Bodies", "Body"]
+
+_CONTINUED = secrets.token_hex(16).encode()
+"""What a list of messages is called of which only the rest is read: a name that no client knows."""
+_SCANNER = json.JSONDecoder()
+"""Tells where a value ends."""
+_SEPARATORS = re.compile(r"[ \t\n\r,:]*")
+_MOST_FIELDS = 100
+_MOST_MESSAGES = 10_000
+"""For so many, the event loop waits until their end is found."""
+_UNREADABLE = (ValueError, RecursionError)
+"""What is raised for values that are nested too deeply, and for too many."""
+
+
+@attrs.frozen(eq=False)
+class _Opening:
+    """What a body begins with, up to the end of its last message.
+
+    size, digest: of these bytes. fields: those before the messages.
+    """
+
+    size: int
+    digest: bytes
+    fields: dict[str, Any]
+    messages: list[Any]
+
+
+@attrs.frozen(eq=False)
+class Body:
+    """A request body.
+
+    value: what it says. digest: SHA-256 of its bytes. opening: None where its end is not known.
+    """
+
+    value: Any
+    digest: bytes
+    _opening: _Opening | None
+
+
+class Bodies:
+    """Decodes request bodies, of which most repeat the one before and add to its messages.
+
+    Where a body begins with the very bytes of the one that was kept last, up to the end of that
+    one's messages, only what follows is decoded. Only their digest is kept of these bytes.
+    """
+
+    def __init__(self) -> None:
+        self._opening: _Opening | None = None
+        self._misses = 0
+
+    def read(self, data: bytes) -> Body:
+        """Decode a body. Raises RequestError as `decoded` does.
+
+        Messages that it repeats are the very objects that were kept; nobody may change them.
+        """
+        opening = self._opening
+        size = 0 if opening is None else opening.size
+        # Of digests that no client can make equal, the one that processors have instructions for.
+        digest = hashlib.sha256(memoryview(data)[:size])
+        if opening is not None and digest.digest() == opening.digest:
+            body = _continued(opening, data[size:], digest)
+            if body is not None:
+                self._misses = 0
+                return body
+        value = decoded(data)
+        digest.update(memoryview(data)[size:])
+        self._misses += 1
+        # Some clients put another value before the messages each time. To look for the end of
+        # these takes longer than to decode them, so it is tried after 1, 2, 4, 8 … misses.
+        found = _found(data, value) if self._misses.bit_count() == 1 else None
+        return Body(value, digest.digest(), found)
+
+    def keep(self, body: Body, messages: list[Any]) -> None:
+        """Expect further bodies to begin like this one. messages: those of the body, or equals."""
+        if body._opening is not None:
+            self._opening = attrs.evolve(body._opening, messages=messages)
+
+
+def _continued(opening: _Opening, rest: bytes, digest: "_Hash") -> Body | None:
+    """A body that goes on with `rest` behind an opening. digest: of the bytes before that.
+
+    None, and the digest is as it was, where only the whole body tells what it says.
+    """
+    read = _read_on(rest)
+    if read is None:
+        return None
+    added, fields = read
+    messages = [*opening.messages, *added]
+    value = {**opening.fields, "messages": messages, **fields}
+    text = rest.decode()
+    try:
+        end = len(text[: _end_of_values(text, 0, len(added))].encode())
+    except _UNREADABLE:
+        digest.update(rest)
+        return Body(value, digest.digest(), None)
+    digest.update(rest[:end])
+    begun = _Opening(opening.size + end, digest.digest(), opening.fields, messages)
+    digest.update(rest[end:])
+    return Body(value, digest.digest(), begun)
+
+
+def _read_on(rest: bytes) -> tuple[list[Any], dict[str, Any]] | None:
+    """What follows behind a message: further messages, and fields behind all of them.
+
+    None where that is not JSON, or has another list of messages, which is then the one that counts.
+    """
+    try:
+        fields = orjson.loads(b'{"%b":[{}%b' % (_CONTINUED, rest))
+    except orjson.JSONDecodeError:
+        return None
+    _, *messages = fields.pop(_CONTINUED.decode())
+    return None if "messages" in fields else (messages, fields)
+
+
+def _found(data: bytes, value: Any) -> _Opening | None:
+    """What a body begins with that says `value`; None where that is not to be told."""
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if not isinstance(messages, list) or not messages:
+        return None
+    text = data.decode()
+    try:
+        start = _start_of_messages(text)
+        end = _end_of_values(text, start + 1, len(messages))
+    except _UNREADABLE:
+        return None
+    begun, rest = text[:end].encode(), text[end:].encode()
+    if text[start] != "[" or _read_on(rest) is None:
+        return None  # these are not the messages that count
+    fields = orjson.loads(text[:start] + "0}")
+    del fields["messages"]
+    return _Opening(len(begun), hashlib.sha256(begun).digest(), fields, messages)
+
+
+def _start_of_messages(text: str) -> int:
+    """Where the value of the first field with that name begins, in the text of an object."""
+    at = text.index("{") + 1
+    for _ in range(_MOST_FIELDS):
+        name, at = _SCANNER.raw_decode(text, _next_value(text, at))
+        at = _next_value(text, at)
+        if name == "messages":
+            return at
+        _, at = _SCANNER.raw_decode(text, at)
+    raise ValueError("there are other fields first")
+
+
+def _end_of_values(text: str, at: int, count: int) -> int:
+    """Where the last of so many values ends, of which the first comes next."""
+    if count > _MOST_MESSAGES:
+        raise ValueError("there are too many")
+    for _ in range(count):
+        _, at = _SCANNER.raw_decode(text, _next_value(text, at))
+    return at
+
+
+def _next_value(text: str, at: int) -> int:
+    """Where the value behind whatever separates it from the one before begins."""
+    return _SEPARATORS.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing too
