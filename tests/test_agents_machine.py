@@ -40,7 +40,17 @@ from tests.spelling import SPELLINGS, Spelling
 from tests.virtual_time import VirtualLoop
 from turnleaf.adapters.mock import FileTokenizer, Reply, compare
 from turnleaf.core import Trajectory, Turn
-from turnleaf.gateway import _agents_app, _asked, _branches, _history, _keys, _sampler, _turns
+from turnleaf.gateway import (
+    _agents_app,
+    _asked,
+    _bodies,
+    _branches,
+    _history,
+    _keys,
+    _known,
+    _sampler,
+    _turns,
+)
 from turnleaf.gateway._agents_app import agents_app
 from turnleaf.gateway._control_app import control_app
 from turnleaf.gateway._history import ThinkingRetention
@@ -75,8 +85,8 @@ STOPS = ("STOP", "Observation:", "\n\n", "日本", "}}", "\U0001f99c")
 WORD = re.compile(r"w\d+x")
 REMEMBERED_TYPES = (
     *(_keys.Record, _keys.Call, _asked.Asked, _history.History, Trajectory, Turn, Completion),
-    *(_history._Node, _history._Known, _history._Reply, _history.Conversation, _history.Match),
-    *(_branches.Branches, _branches._Origin),
+    *(_history._Node, _history._Reply, _history.Conversation, _history.Match, _history._Latest),
+    *(_known.Known, _bodies.Body, _bodies._Opening, _branches.Branches, _branches._Origin),
 )
 SEED = 7
 FORM = {"type": "json_schema", "json_schema": {"name": "form", "schema": {"type": "object"}}}

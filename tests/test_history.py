@@ -343,7 +343,7 @@ def test_a_message_is_normalised_once_however_a_client_spells_it(
         seen.append(where)
         return normalise(raw, where)
 
-    monkeypatch.setattr("turnleaf.gateway._history.normalise", counted)
+    monkeypatch.setattr("turnleaf.gateway._known.normalise", counted)
     history = History()
     messages: list[dict[str, Any]] = [USER]
     for turn in range(10):

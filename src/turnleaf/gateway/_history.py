@@ -1,13 +1,13 @@
 """Which sampled turn a request continues: the messages of a rollout as a tree."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import attrs
 import orjson
 
-from turnleaf.gateway.protocols import Message, bad_request, canonical_text, normalise
+from turnleaf.gateway._known import ChildKey, Known, KnownMessages, child_keys, digest_of
+from turnleaf.gateway.protocols import Message, bad_request
 
 __all__ = ["ClientReasoning", "Conversation", "History", "Match", "ThinkingRetention"]
 
@@ -17,40 +17,6 @@ ClientReasoning = Literal["restore", "as_sent"]
 ThinkingRetention = Literal["template", "tool_cycle", "all"]
 """How long the reasoning of a path stays in it: as long as the chat template shows it; at least
 until a user speaks; or as long as the path goes on."""
-
-
-_ChildKey = tuple[bytes, int | str | None]
-
-
-@attrs.define(eq=False)
-class _Known:
-    """A message: digest and number of its raw bytes, normal form, and what it is compared by.
-
-    raw: as it was sent. exact: whether that equals only what says the same. key: what a node for it
-    is found by below its parent, unless it answers a call.
-    """
-
-    raw_digest: bytes
-    size: int
-    raw: Any
-    exact: bool
-    message: Message
-    digest: bytes
-    reasoning: str
-    call_ids: tuple[str, ...]
-    answers: str | None
-    key: _ChildKey
-
-    def is_repeated_by(self, raw: Any) -> bool:
-        """Whether a message as it was sent is this one, in the same spelling."""
-        if self.raw is raw:
-            return True
-        if self.exact:
-            return bool(self.raw == raw)
-        try:
-            return _digest(orjson.dumps(raw)) == self.raw_digest
-        except (orjson.JSONEncodeError, RecursionError):
-            return False
 
 
 @attrs.frozen(eq=False)
@@ -69,7 +35,7 @@ class _Reply:
     carries_reasoning: bool
     before: "_Reply | None"
 
-    def repeated_by(self, conversation: Sequence[_Known]) -> int:
+    def repeated_by(self, conversation: Sequence[Known]) -> int:
         """How many replies on the path have the tool-call ids that the conversation gives them."""
         repeated, at = 0, cast("_Reply | None", self)
         while at is not None:
@@ -85,7 +51,7 @@ class _Node:
     parent: "_Node | None"
     message: Message
     reasoning: str
-    children: dict[_ChildKey, list["_Node"]] = attrs.field(factory=dict)
+    children: dict[ChildKey, list["_Node"]] = attrs.field(factory=dict)
     replies: list[_Reply] = attrs.field(factory=list)
 
 
@@ -107,8 +73,8 @@ class _Latest:
     """
 
     tools: bytes
-    known: list[_Known]
-    keys: list[_ChildKey]
+    known: list[Known]
+    keys: list[ChildKey]
     reached: _Reached | None
 
 
@@ -122,8 +88,8 @@ class Conversation:
 
     _tools: bytes
     _tools_size: int
-    _known: list[_Known]
-    _keys: list[_ChildKey]
+    _known: list[Known]
+    _keys: list[ChildKey]
     _recalled: int
     _latest: _Latest | None
 
@@ -150,12 +116,12 @@ class Match:
     recorded: how many turns were recorded by then.
     """
 
-    _new: Sequence[_Known]
+    _new: Sequence[Known]
     _reply: _Reply
     _node: _Node
     _reached: _Reached
     _recorded: int
-    _matched: Sequence[_Known]
+    _matched: Sequence[Known]
     _retention: ThinkingRetention
 
     @property
@@ -218,7 +184,7 @@ class History:
     ) -> None:
         self._restore = client_reasoning == "restore"
         self._retention = thinking_retention
-        self._known: dict[bytes, _Known] = {}
+        self._known = KnownMessages()
         self._latest: _Latest | None = None
         self._roots: dict[bytes, _Node] = {}
         self._recorded = 0
@@ -230,16 +196,16 @@ class History:
         recalled = len(known)
         try:
             known += [
-                self._know(raw_messages[at], f"messages[{at}]")
+                self._known.know(raw_messages[at], f"messages[{at}]")
                 for at in range(recalled, len(raw_messages))
             ]
             raw_tools = orjson.dumps(tools)
         except (orjson.JSONEncodeError, RecursionError):
             raise bad_request("messages", "they, or the tools, are nested too deeply") from None
-        keys = (latest.keys[:recalled] if latest else []) + _keys(known, recalled)
-        return Conversation(_digest(raw_tools), len(raw_tools), known, keys, recalled, latest)
+        keys = (latest.keys[:recalled] if latest else []) + child_keys(known, recalled)
+        return Conversation(digest_of(raw_tools), len(raw_tools), known, keys, recalled, latest)
 
-    def _recall(self, raw_messages: Sequence[Any]) -> list[_Known]:
+    def _recall(self, raw_messages: Sequence[Any]) -> list[Known]:
         """The messages, up to the first that is not as in the turn that was recorded last."""
         latest = self._latest.known if self._latest else []
         recalled = 0
@@ -316,7 +282,7 @@ class History:
             node, start = match._node, len(match._matched)
         for at in range(start, len(conversation._known)):
             node = _child(node, conversation._known[at], conversation._keys[at])
-        known = self._know(reply, "reply")
+        known = self._known.know(reply, "reply")
         self._remember(conversation, match, known)
         repeated = any(child.replies for same in node.children.values() for child in same)
         node = _child(node, known, known.key)
@@ -333,11 +299,11 @@ class History:
         self._recorded += 1
         return repeated
 
-    def _remember(self, conversation: Conversation, match: Match | None, reply: _Known) -> None:
+    def _remember(self, conversation: Conversation, match: Match | None, reply: Known) -> None:
         # The messages of the turn that it continues too: a client has a spelling of its own for
         # what it was sent.
         for one in (*conversation._known[conversation._recalled :], reply):
-            self._known[one.raw_digest] = one
+            self._known.remember(one)
         # This turn's own nodes are below those that the match reached. Others', recorded since the
         # match, may be beside them.
         reached = match._reached if match and match._recorded == self._recorded else None
@@ -348,61 +314,8 @@ class History:
             reached=reached,
         )
 
-    def _know(self, raw: Any, where: str) -> _Known:
-        raw_bytes = orjson.dumps(raw)
-        key = _digest(raw_bytes)
-        known = self._known.get(key)
-        if known is None:
-            message = normalise(raw, where)
-            digest = _digest(canonical_text(message).encode())
-            known = _Known(
-                raw_digest=key,
-                size=len(raw_bytes),
-                raw=raw,
-                exact=_is_exact(raw),
-                message=message,
-                digest=digest,
-                reasoning=message.get("reasoning_content", "").strip(),
-                call_ids=tuple(call["id"] for call in message.get("tool_calls", ())),
-                answers=message.get("tool_call_id"),
-                key=(digest, None),
-            )
-        return known
 
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
-
-
-def _is_exact(raw: Any) -> bool:
-    """Whether only what says the same equals it: to Python, 1 is true and 1.0, and the keys of an
-    object have no order, which those of a call's arguments are shown in."""
-    if isinstance(raw, dict):
-        return not isinstance(raw.get("arguments"), dict) and all(map(_is_exact, raw.values()))
-    if isinstance(raw, list):
-        return all(map(_is_exact, raw))
-    return raw is None or isinstance(raw, str)
-
-
-def _keys(conversation: Sequence[_Known], start: int) -> list[_ChildKey]:
-    """The key of each message below its parent, from one on: a tool result is tied to the call it
-    answers by that call's position, since ids differ between equal replies."""
-    before = reversed(conversation[:start])
-    positions = _positions(next((known for known in before if known.call_ids), None))
-    keys = []
-    for known in conversation[start:]:
-        if known.call_ids:
-            positions = _positions(known)
-        answers = known.answers
-        keys.append((known.digest, positions.get(answers, answers)) if answers else known.key)
-    return keys
-
-
-def _positions(calling: _Known | None) -> dict[str, int]:
-    return {call_id: at for at, call_id in enumerate(calling.call_ids)} if calling else {}
-
-
-def _child(node: _Node, known: _Known, key: _ChildKey) -> _Node:
+def _child(node: _Node, known: Known, key: ChildKey) -> _Node:
     variants = node.children.setdefault(key, [])
     for variant in variants:
         if variant.reasoning == known.reasoning:
@@ -412,7 +325,7 @@ def _child(node: _Node, known: _Known, key: _ChildKey) -> _Node:
     return child
 
 
-def _asks(messages: Sequence[_Known]) -> bool:
+def _asks(messages: Sequence[Known]) -> bool:
     return any(known.message["role"] == "user" for known in messages)
 
 
