@@ -251,6 +251,7 @@ class _Client:
         self.leave(delivered=False)
         if self._watching is not None:
             self._watching.cancel()
+            self._watching = None  # or it would hold on to itself, by the traceback of its end
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
