@@ -1,5 +1,7 @@
 """What becomes of a turn that nobody waits for any more."""
 
+import weakref
+
 import pytest
 
 from tests.waiting import until
@@ -60,3 +62,20 @@ async def test_a_turn_that_ends_within_the_grace_is_not_abandoned() -> None:
     other.leave(delivered=False)
     await until(lambda: bool(abandoned))
     assert abandoned == ["other"]
+
+
+def test_a_refusal_does_not_hold_on_to_its_request() -> None:
+    class Request:
+        pass
+
+    turns = AskedTurns(60.0)
+
+    def refused() -> "weakref.ref[Request]":
+        request = Request()
+        try:
+            raise RequestError(429, "too many", code="too_many")
+        except RequestError as error:
+            turns.refuse(b"asked", error)
+        return weakref.ref(request)
+
+    assert refused()() is None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import anyio
+import attrs
 
 from turnleaf.gateway._constraints import constrained_sampling
 from turnleaf.gateway._http import BODY_LIMIT
@@ -145,7 +146,7 @@ class Turns:
                     record, prepared, at, call, tell
                 )
             except RequestError as error:
-                failures.append(error)
+                failures.append(attrs.evolve(error))  # whose traceback would hold on to the list
                 call.end("undelivered")
 
         if len(prepared.turn_ids) == 1:
@@ -154,8 +155,8 @@ class Turns:
             async with anyio.create_task_group() as tasks:
                 for at in range(len(prepared.turn_ids)):
                     tasks.start_soon(sample_one, at)
-        for failure in failures:
-            raise failure
+        if failures:
+            raise failures.pop(0)
         return Completion(
             id=prepared.id,
             model=prepared.request.model,
