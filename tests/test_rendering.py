@@ -508,6 +508,25 @@ def test_roles_that_the_template_refuses_are_rendered_in_full(tmp_path: Path) ->
     assert renderer.extend(assistant("a"), array(IM_END), late[1:], reasoning=False) is not None
 
 
+@pytest.mark.parametrize("offered", [None, TOOLS])
+@pytest.mark.parametrize("where", ["tools", "tools and m.reasoning_content"])
+def test_what_follows_may_depend_on_whether_there_are_tools(
+    tmp_path: Path, where: str, offered: list[dict[str, Any]] | None
+) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}"
+        f"{{% if {where} %}} among tools{{% endif %}}: "
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    renderer = Renderer.load(small_checkpoint(tmp_path, template))
+    more = {**assistant("c"), "reasoning_content": "so"}
+    for new in ([user("b")], [user("b"), more, user("d")]):
+        extended = renderer.extend(assistant("a"), array(IM_END), new, offered, reasoning=False)
+        assert extended is not None
+        full = renderer.render([user("q"), assistant("a"), *new], offered).ids.tolist()
+        assert full[-len(extended.ids) :] == extended.ids.tolist()
+
+
 def test_long_exchanges_are_rendered_in_full(load_renderer: Load) -> None:
     renderer = load_renderer("qwen2.5", "qwen2_5")
     many_results = [result(str(n), f"call_{n}") for n in range(100)]

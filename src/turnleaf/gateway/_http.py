@@ -1,9 +1,9 @@
 """What both listeners share: reading bounded bodies and answering in JSON."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import anyio
 import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -27,7 +27,7 @@ async def read_body(request: Request, *, limit: int = BODY_LIMIT) -> bytes:
     """The body. Raises RequestError for one of more than `limit` bytes, or too slow."""
     chunks, size = [], 0
     try:
-        with anyio.fail_after(BODY_TIMEOUT):
+        async with asyncio.timeout(BODY_TIMEOUT):  # a fraction of what a scope of anyio costs
             more = True
             while more:
                 message = await request.receive()

@@ -35,6 +35,8 @@ RETRY_GRACE = 30.0
 """Seconds for which a turn whose connection was lost waits for a retry, by default."""
 MANY_LEAVES = 8
 """Leaves of a rollout above which its log says why there are so many."""
+FORGET_INTERVAL = 1.0
+"""Seconds between two looks for keys to forget, each of which goes through all of them."""
 COLLECT_GRACE = 60.0
 """Seconds for which a collected trajectory can be collected again, after a lost reply."""
 UNCOLLECTED_GRACE = 3600.0
@@ -209,6 +211,7 @@ class Keys:
         self._limits = limits or Limits()
         self._records: dict[str, Record] = {}
         self._by_secret: dict[bytes, Record] = {}
+        self._forget_at = 0.0
         self.metrics = Metrics()
         self.metrics.watch(keys_open=self._count_open, in_flight=self._count_calls)
 
@@ -220,7 +223,7 @@ class Keys:
         self, *, name: str, sampling: Mapping[str, Any], purpose: Purpose, expires_in: float
     ) -> tuple[Record, str]:
         """Issue a key that works for `expires_in` seconds; returns its record and its secret."""
-        self._forget_outlived()
+        self._forget_now_and_then()
         secret = f"tl-{secrets.token_urlsafe(32)}"
         record = Record(
             id=f"key-{secrets.token_hex(12)}",
@@ -260,7 +263,7 @@ class Keys:
             raise RequestError(404, f"no key {key_id!r} is known here", code="key_not_found")
         await self._end([record], "aborted" if aborted else "undelivered")
         record.collected_at = record.collected_at or time.monotonic()
-        self._forget_outlived()
+        self._forget_now_and_then()
         return record.trajectory
 
     async def close_all(self, purpose: Purpose) -> None:
@@ -285,6 +288,11 @@ class Keys:
                 logger.warning("%s: a call did not end in time and was cut", record.who)
                 call.scope.cancel()
             record.finish()
+
+    def _forget_now_and_then(self) -> None:
+        if time.monotonic() >= self._forget_at:
+            self._forget_at = time.monotonic() + FORGET_INTERVAL
+            self._forget_outlived()
 
     def _forget_outlived(self) -> None:
         now = time.monotonic()

@@ -72,7 +72,7 @@ class AppliedTemplate:
             return self._applied(messages, tools, self._source(tools), prompt=prompt, more=more)
         compiled = self._compiled.get(tools is None)
         if compiled is None:
-            compiled = chat_template_utils._compile_jinja_template(self._source(tools))
+            compiled = _compiled(self._source(tools))
             self._compiled[tools is None] = compiled
         return self._direct(compiled, self._shown, messages, tools, prompt=prompt, more=more)
 
@@ -128,7 +128,7 @@ class AppliedTemplate:
         tools = list(_PROBE_TOOLS)
         try:
             told = self._applied(_PROBE, tools, source, prompt=True, more={})
-            compiled = chat_template_utils._compile_jinja_template(source)
+            compiled = _compiled(source)
             return next(
                 shown
                 for shown in (_as_given, _with_aliases)
@@ -137,6 +137,13 @@ class AppliedTemplate:
         except Exception:  # noqa: BLE001
             # Another version of transformers, or an argument that is not plain or no variable.
             return None
+
+
+def _compiled(source: str) -> jinja2.Template:
+    template: jinja2.Template = chat_template_utils._compile_jinja_template(source)
+    # Each rendering goes through all of them, which takes Python's chained maps a while.
+    template.globals = dict(template.globals)
+    return template
 
 
 def _is_plain(value: Any) -> bool:

@@ -64,6 +64,15 @@ _Shape = tuple[bool, bool, tuple[_Part, ...]]
 
 
 @attrs.frozen
+class _Proof:
+    """holds: whether what follows a stand-in history follows real ones. needs_tools: whether the
+    stand-in must have tools for that."""
+
+    holds: bool
+    needs_tools: bool = True
+
+
+@attrs.frozen
 class Continuation:
     """Text from the end of a reply on, with stand-ins of `shield` in it.
 
@@ -99,7 +108,7 @@ class Continuations:
         self._sentinel = f"sentinel{secrets.token_hex(16)}"
         self._earlier = f"earlier{secrets.token_hex(16)}"
         self._later = f"later{secrets.token_hex(16)}"
-        self._proofs: dict[_Shape, bool] = {}
+        self._proofs: dict[_Shape, _Proof] = {}
         self.close = self._after_sentinel(self._reply(calls=False), None) or ""
         self._inner_close = self._close_in_the_middle()
         after_call = self._after_sentinel(self._reply(calls=True), _STAND_IN_TOOLS) or ""
@@ -123,9 +132,14 @@ class Continuations:
         reasoning: whether there is any in the turns before.
         """
         shape = _shape(reply, new, tools)
-        if shape is None or not self._proved(shape):
+        if shape is None:
             return None
-        stand_in_tools = _STAND_IN_TOOLS if tools else None
+        proof = self._proof(shape)
+        if not proof.holds:
+            return None
+        # What a template does with reasoning may depend on whether there are tools.
+        needed = proof.needs_tools or reasoning or any(part.reasoning for part in shape[2])
+        stand_in_tools = _STAND_IN_TOOLS if tools and needed else None
         return self._continue(reply, new, stand_in_tools, clock, reasoning=reasoning)
 
     def _continue(
@@ -243,7 +257,7 @@ class Continuations:
             (True, True, following)
             for following in ((result,), (result, result), (result, user), (user,))
         ]
-        unproved = [shape for shape in common if not self._proved(shape)]
+        unproved = [shape for shape in common if not self._proof(shape).holds]
         if unproved:
             logger.warning(
                 "the chat template of %s rewrites what it wrote before, so some turns are rendered "
@@ -256,15 +270,15 @@ class Continuations:
                 ),
             )
 
-    def _proved(self, shape: _Shape) -> bool:
-        proved = self._proofs.get(shape)
-        if proved is None:
+    def _proof(self, shape: _Shape) -> _Proof:
+        proof = self._proofs.get(shape)
+        if proof is None:
             if len(self._proofs) >= _MOST_PROOFS:
                 self._proofs.clear()
-            proved = self._proofs[shape] = self._prove(shape)
-        return proved
+            proof = self._proofs[shape] = self._prove(shape)
+        return proof
 
-    def _prove(self, shape: _Shape) -> bool:
+    def _prove(self, shape: _Shape) -> _Proof:
         """Whether a stand-in history and real ones are continued alike, in this shape."""
         with_calls, with_tools, parts = shape
         results = next((n for n, part in enumerate(parts) if part.role != "tool"), len(parts))
@@ -279,9 +293,9 @@ class Continuations:
             for reasoning in (False, True)
         )
         if continued is None or other is None:
-            return False
+            return _Proof(holds=False)
         if (continued.text, continued.close) != (other.text, other.close):
-            return False
+            return _Proof(holds=False)
         end = (self._call_end or "") if with_calls else ""
         proofs = 0
         for history in _histories():
@@ -292,9 +306,11 @@ class Continuations:
                 full = self._render([*history, real, *new], tools, prompt=True)
                 before, _, after = (full or "").partition(self._sentinel)
                 if after != end + continued.text or not _bare(before).startswith(_bare(prompt)):
-                    return False
+                    return _Proof(holds=False)
             proofs += 1
-        return proofs > 0
+        bare = self._continue(reply, new, None, _CLOCK, reasoning=False)
+        alike = bare is not None and (bare.text, bare.close) == (continued.text, continued.close)
+        return _Proof(holds=proofs > 0, needs_tools=not alike)
 
 
 def _assistant(calls: Sequence[Any]) -> dict[str, Any]:
