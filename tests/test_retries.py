@@ -17,7 +17,12 @@ SLOW = {"text": "four", "delay": 0.3}
 
 
 async def post(
-    http: httpx.AsyncClient, key: Key, body: dict[str, Any] = BODY, *, retry: int = 0
+    http: httpx.AsyncClient,
+    key: Key,
+    body: dict[str, Any] = BODY,
+    *,
+    retry: int = 0,
+    train: bool = True,
 ) -> httpx.Response:
     return await http.post(
         f"{key.base_url}/chat/completions",
@@ -25,6 +30,7 @@ async def post(
         headers={
             "authorization": f"Bearer {key.secret}",
             "x-stainless-retry-count": str(retry),
+            "x-turnleaf-train": str(train),
         },
     )
 
@@ -176,14 +182,18 @@ async def test_a_retry_of_what_was_refused_claims_nothing() -> None:
         await stack.close(key)
 
 
-async def test_other_requests_claim_nothing() -> None:
+@pytest.mark.parametrize(
+    ("other", "excluded"),
+    [({"body": {**BODY, "max_tokens": 5}}, None), ({"train": False}, "untrained")],
+)
+async def test_other_requests_claim_nothing(other: dict[str, Any], excluded: str | None) -> None:
     async with running_gateway([SLOW, {"text": "IV"}], retry_grace=20) as stack:
         key = await stack.open()
         async with httpx.AsyncClient(verify=False) as http:
             await lose(stack, http, key)
-            assert said(await post(http, key, {**BODY, "max_tokens": 5}, retry=1)) == "IV"
+            assert said(await post(http, key, retry=1, **other)) == "IV"
         trajectory = await stack.close(key)
-    assert sorted(str(turn.excluded) for turn in trajectory.turns) == ["None", "undelivered"]
+    assert {turn.excluded for turn in trajectory.turns} == {excluded, "undelivered"}
 
 
 async def test_a_key_that_closes_ends_what_waits_for_a_retry() -> None:
