@@ -354,6 +354,26 @@ def test_a_message_is_normalised_once_however_a_client_spells_it(
     assert len(seen) == 1 + 10 + 2 * 9
 
 
+def test_a_message_is_normalised_once_in_conversations_that_take_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "turnleaf.gateway._known.normalise",
+        lambda raw, where: seen.append(raw["content"]) or normalise(raw, where),
+    )
+    history = History()
+    conversations = [[{"role": "system", "content": name}] for name in ("one", "other")]
+    for turn in range(10):
+        for messages in conversations:
+            who = f"{messages[0]['content']} {turn}"
+            messages.append({"role": "user", "content": f"ask {who}"})
+            reply = {"role": "assistant", "content": f"reply {who}"}
+            recorded(history, copy.deepcopy(messages), reply, who)
+            messages.append(reply)
+    assert len(seen) == len(set(seen))
+
+
 def test_nothing_is_kept_of_a_request_that_led_to_no_turn() -> None:
     history = History()
     before = repr(vars(history))
@@ -495,3 +515,29 @@ def test_a_reply_recorded_during_a_call_is_found_behind_it() -> None:
     latest = found(history, [USER, silent])
     assert latest is not None
     assert latest.turn_id == "turn-2"
+
+
+def test_a_reply_recorded_after_a_request_was_read_is_found_by_it() -> None:
+    history = History()
+    *_, silent, thought = SAID
+    recorded(history, [USER], silent, "turn-1")
+    recorded(history, [USER, silent, USER], silent, "turn-2")
+    again = history.read([USER, silent, USER], None)
+    begun = history.read([USER], None)
+    history.record(begun, None, thought, "turn-3", shows_reasoning=False)
+    match = history.match(again, delivered)
+    assert match is not None
+    assert match.turn_id == "turn-3"
+
+
+def test_what_goes_on_behind_a_reply_that_nobody_gave_is_still_found_from_there() -> None:
+    history = History()
+    *_, silent, thought = SAID
+    recorded(history, [USER], {**thought, "reasoning_content": "well"}, "turn-1")
+    recorded(history, [USER, thought, USER], silent, "turn-2")
+    # Without reasoning the reply may be either; to this it was turn-1's.
+    recorded(history, [USER, silent, *RESULTS], silent, "turn-3")
+    assert history._start(history.read([USER, silent, USER], None)).depth == 2
+    match = found(history, [USER, silent, USER, silent, USER])
+    assert match is not None
+    assert match.turn_id == "turn-2"
