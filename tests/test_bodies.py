@@ -113,7 +113,7 @@ def check(bodies: Bodies, data: bytes) -> None:
         bodies.keep(body, value["messages"])
 
 
-@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\n", "\t: ")])
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\r\n", "\t: ")])
 @pytest.mark.parametrize("ensure_ascii", [True, False])
 @pytest.mark.parametrize("first", ["model", "messages"])
 def test_only_what_is_new_is_decoded(
@@ -169,6 +169,23 @@ def test_the_end_of_messages_is_looked_for_ever_less_often(
         assert body.value == {"user": at, "messages": MESSAGES}
         bodies.keep(body, MESSAGES)
     assert looked == [1, 2, 4, 8, 16, 32]
+
+
+def test_after_a_body_that_is_known_the_end_of_messages_is_looked_for_at_once(
+    whole: list[bytes],
+) -> None:
+    bodies = Bodies()
+    for name in ("one", "other", "third"):
+        for count in range(1, 4):
+            read_and_kept(bodies, spelled([{"content": name}, *MESSAGES[:count]]))
+    assert len(whole) == 3
+
+
+def test_messages_that_a_body_repeats_are_those_that_were_kept_for_its_own() -> None:
+    bodies = Bodies()
+    mine = json.loads(json.dumps(MESSAGES))
+    bodies.keep(bodies.read(spelled(MESSAGES)), mine)
+    assert [*map(id, bodies.read(spelled(MESSAGES)).value["messages"])] == [*map(id, mine)]
 
 
 DEEP = b'{"a":%b}' % (b"[" * 990 + b"]" * 990)
