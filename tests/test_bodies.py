@@ -190,6 +190,7 @@ def test_messages_that_a_body_repeats_are_those_that_were_kept_for_its_own() -> 
 
 DEEP = b'{"a":%b}' % (b"[" * 990 + b"]" * 990)
 MANY = b",".join([b"{}"] * 10_001)
+LONG = b'{"content":"%b"}' % (b"x" * 1_000_000)
 FIELDS = b",".join(b'"%d":0' % at for at in range(200))
 
 
@@ -199,8 +200,10 @@ FIELDS = b",".join(b'"%d":0' % at for at in range(200))
         [b'{"messages":[%b]}' % MANY],
         [b'{%b,"messages":[{}]}' % FIELDS],
         [b'{"messages":[{}]}', b'{"messages":[{},%b]}' % MANY],
+        [b'{"messages":[%b]}' % LONG],
+        [b'{"messages":[{}]}', b'{"messages":[{},%b]}' % LONG],
     ],
-    ids=["messages", "fields", "new messages"],
+    ids=["messages", "fields", "new messages", "characters", "new characters"],
 )
 def test_the_end_of_messages_is_not_looked_for_behind_too_much(sent: list[bytes]) -> None:
     bodies = Bodies()

@@ -118,11 +118,11 @@ class ChatCompletions:
             record.asked.refuse(identity, error)
             raise
         client, reply = _Client(receive), _Sending(send, chat)
-        call.body = body
         record.calls.add(call)
         try:
             with call.scope:
                 if claimed is None:
+                    call.body = body
                     asked = record.asked.ask(
                         identity, on_abandoned=partial(call.end, "undelivered")
                     )

@@ -23,7 +23,8 @@ _SCANNER = json.JSONDecoder()
 _SEPARATORS = re.compile(r"[ \t\n\r,:]*")
 _MOST_FIELDS = 100
 _MOST_MESSAGES = 10_000
-"""For so many, the event loop waits until their end is found."""
+_MOST_CHARACTERS = 1_000_000
+"""For more, the event loop would wait too long until their end is found."""
 _UNREADABLE = (ValueError, RecursionError)
 """What is raised for values that are nested too deeply, and for too many."""
 
@@ -161,7 +162,7 @@ def _start_of_messages(text: str) -> int:
 
 def _end_of_values(text: str, at: int, count: int) -> int:
     """Where the last of so many values ends, of which the first comes next."""
-    if count > _MOST_MESSAGES:
+    if count > _MOST_MESSAGES or len(text) - at > _MOST_CHARACTERS:
         raise ValueError("there are too many")
     for _ in range(count):
         _, at = _SCANNER.raw_decode(text, _next_value(text, at))
