@@ -162,13 +162,14 @@ class SGLangEngine:
                     tasks.start_soon(self._fleet.abort, rid)
 
                 stop.notify(end)
-                # Errors are kept, so that the task group does not wrap them.
+                # Errors are kept, so that the task group does not wrap them; without tracebacks,
+                # which would hold on to the request where aiohttp keeps its errors, too.
                 try:
                     if on_tokens is not None and await self._streams(request):
                         stream = ReplyStream(request, on_tokens, end_cumulative_stream)
                     response = await self._exchange(request, rid, stream)
                 except (EngineError, StreamError, *BROKEN) as error:
-                    failure = error
+                    failure = error.with_traceback(None)
                 finally:
                     stop.forget(end)
                 if stop.is_set() or (stream is not None and stream.cumulative):
@@ -177,7 +178,10 @@ class SGLangEngine:
             with anyio.move_on_after(_CANCEL_GRACE, shield=True):
                 await self._fleet.abort(rid)
             raise
-        reply = await self._outcome(request, stop, stream, response, failure)
+        try:
+            reply = await self._outcome(request, stop, stream, response, failure)
+        finally:
+            failure = None  # or it would hold on to itself, by its traceback
         if stream is None and on_tokens is not None and len(reply.output):
             on_tokens(reply.output)
         return reply
@@ -221,7 +225,10 @@ class SGLangEngine:
         if stream is not None and stream.finished:
             return stream.reply()
         if isinstance(failure, EngineError):
-            raise failure
+            try:
+                raise failure
+            finally:
+                failure = None  # as above
         why = "its stream ended before the reply" if failure is None else describe(failure)
         if stream is not None and stream.sampled:
             if not stop.is_set():
