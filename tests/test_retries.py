@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.gateway_stack import Stack, running_gateway
 from tests.waiting import until
@@ -129,6 +130,60 @@ async def test_a_deliberate_second_sample_is_a_sibling() -> None:
     assert len(trajectory.leaves()) == 2
 
 
+async def test_a_second_sample_of_what_is_context_only_is_a_sibling() -> None:
+    async with running_gateway([{"text": "four"}, {"text": "IV"}], retry_grace=20) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient(verify=False, headers={"x-turnleaf-train": "false"}) as http:
+            assert said(await post(http, key)) == "four"
+            assert said(await post(http, key)) == "IV"
+        trajectory = await stack.close(key)
+    assert [turn.excluded for turn in trajectory.turns] == ["untrained", "untrained"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_joined_a_request_that_is_cut_is_told(stream: bool) -> None:
+    tasks: list[asyncio.Task[Any] | None] = []
+
+    def noting_tasks(app: ASGIApp) -> ASGIApp:
+        async def noted(scope: Scope, receive: Receive, send: Send) -> None:
+            tasks.append(asyncio.current_task())
+            await app(scope, receive, send)
+
+        return noted
+
+    script = [{"text": "too late", "hang": True, "abort_after": 2}]
+    async with running_gateway(script, retry_grace=20, around=noting_tasks) as stack:
+        key = await stack.open()
+        body = {**BODY, "stream": stream}
+        async with httpx.AsyncClient(verify=False) as http:
+            first = asyncio.ensure_future(post(http, key, body))
+            await until(lambda: len(stack.engine.calls) == 1)
+            again = asyncio.ensure_future(post(http, key, body, retry=1))
+            (record,) = stack.keys._records.values()
+            await until(lambda: record.asked._asked[0].waiting == 2)
+            assert tasks[0] is not None
+            tasks[0].cancel()
+            assert (await again).status_code == 401
+            assert (await first).status_code == 500
+            await until(lambda: not record.calls)
+        await stack.close(key)
+
+
+async def test_a_retry_that_is_lost_is_no_connection_any_more() -> None:
+    async with running_gateway([{"text": "too late", "hang": True}], retry_grace=20) as stack:
+        key = await stack.open()
+        async with httpx.AsyncClient(verify=False) as http:
+            first = asyncio.ensure_future(post(http, key))
+            await until(lambda: len(stack.engine.calls) == 1)
+            again = asyncio.ensure_future(post(http, key, retry=1))
+            (record,) = stack.keys._records.values()
+            await until(lambda: record.connections == 2)
+            again.cancel()
+            await until(lambda: record.connections == 1)
+            await stack.close(key)
+            assert (await first).status_code == 401
+
+
 async def test_siblings_under_way_are_not_each_others_retries() -> None:
     async with running_gateway([SLOW, {"text": "IV", "delay": 0.3}], retry_grace=20) as stack:
         key = await stack.open()
@@ -179,6 +234,8 @@ async def test_a_retry_of_what_was_refused_claims_nothing() -> None:
         async with httpx.AsyncClient(verify=False) as http:
             assert (await post(http, key)).status_code == 502
             assert said(await post(http, key, retry=1)) == "four"
+        (record,) = stack.keys._records.values()
+        assert {asked.waiting for asked in record.asked._asked} == {0}
         await stack.close(key)
 
 
