@@ -24,6 +24,8 @@ __all__ = [
     "WeightSpan",
 ]
 
+_LARGEST_ID = int(np.iinfo(np.int32).max)
+
 TokenIds = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 ReplayArray = npt.NDArray[np.unsignedinteger[Any]]
@@ -62,7 +64,7 @@ def _frozen_copy(array: npt.NDArray[Any], dtype: npt.DTypeLike) -> npt.NDArray[A
 
 
 def _token_ids(values: Sequence[int] | npt.NDArray[Any]) -> TokenIds:
-    return _frozen_copy(_naturals(values, "token ids", np.iinfo(np.int32).max), np.int32)
+    return _frozen_copy(_naturals(values, "token ids", _LARGEST_ID), np.int32)
 
 
 def _logprobs(values: Sequence[float] | npt.NDArray[Any]) -> Logprobs:

@@ -15,7 +15,6 @@ def _refuse_constant(name: str) -> Any:
 
 DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 """Strict: NaN and the infinities are no JSON."""
-_ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 def check_text(value: Any) -> None:
@@ -23,19 +22,18 @@ def check_text(value: Any) -> None:
 
     Half a surrogate pair is valid JSON, but neither UTF-8 nor tokens can hold it.
     """
-    if isinstance(value, str):
-        value.encode()
-        return
     level = [value]
     for _ in range(DEEPEST):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            break
-    else:
-        raise ValueError(f"nested more than {DEEPEST} levels deep")
-    _ENCODER.encode(value).encode()
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, str):
+                each.encode()
+            elif isinstance(each, dict):
+                inner += each
+                inner += each.values()
+            elif isinstance(each, list):
+                inner += each
+        if not inner:
+            return
+        level = inner
+    raise ValueError(f"nested more than {DEEPEST} levels deep")

@@ -109,6 +109,8 @@ class ContinuingEngine:
                 parts.clear()
 
     async def _quiet(self, stop: Stop) -> None:
+        if math.isinf(self._quiet_until):
+            return  # there was no interruption yet
         left = self._quiet_until - anyio.current_time()
         if left > 0:
             with anyio.move_on_after(left):

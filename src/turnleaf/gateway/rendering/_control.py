@@ -19,6 +19,7 @@ import tokenizers
 
 from turnleaf.core import ContractError
 from turnleaf.gateway.rendering._errors import RenderError
+from turnleaf.gateway.rendering._texts import TextMemory
 from turnleaf.gateway.rendering._words import WordMemory, state_of
 from turnleaf.gateway.rendering.parsers import Piece
 
@@ -53,6 +54,7 @@ class ControlledTokenizer:
         self._plain = _without_added_tokens(backend, set(added))
         self._words = WordMemory.of(self._plain)
         self._short_ids = lru_cache(_REMEMBERED)(self._ids_of)
+        self._known_texts = TextMemory(self._ids_of)
         self._ids = {token.content: id_ for id_, token in added.items()}
         longest_first = sorted(self._ids, key=len, reverse=True)
         # (?!) never matches: a tokenizer may have no added tokens.
@@ -146,7 +148,7 @@ class ControlledTokenizer:
         if shield is not None:
             text = shield.restore(text)
         text = _encodable(text)
-        return self._short_ids(text) if len(text) <= _SHORT else self._ids_of(text)
+        return self._short_ids(text) if len(text) <= _SHORT else self._known_texts.ids(text)
 
     def _ids_of(self, text: str) -> list[int]:
         remembered = None if self._words is None else self._words.encode(text)
