@@ -133,9 +133,9 @@ async def test_a_deliberate_second_sample_is_a_sibling() -> None:
 async def test_a_second_sample_of_what_is_context_only_is_a_sibling() -> None:
     async with running_gateway([{"text": "four"}, {"text": "IV"}], retry_grace=20) as stack:
         key = await stack.open()
-        async with httpx.AsyncClient(verify=False, headers={"x-turnleaf-train": "false"}) as http:
-            assert said(await post(http, key)) == "four"
-            assert said(await post(http, key)) == "IV"
+        async with httpx.AsyncClient(verify=False) as http:
+            assert said(await post(http, key, train=False)) == "four"
+            assert said(await post(http, key, train=False)) == "IV"
         trajectory = await stack.close(key)
     assert [turn.excluded for turn in trajectory.turns] == ["untrained", "untrained"]
 
