@@ -53,7 +53,7 @@ help:
 	@echo "make try           run one rollout of an example agent and show what would be trained"
 	@echo "make math-agent    rollouts of a strands agent through the slime hooks, and what would be trained"
 	@echo "make lint          ruff, mypy, import-linter, shellcheck"
-	@echo "make benchmark     what a turn costs the gateway, and the public toolkit's; some ten minutes"
+	@echo "make benchmark     what a turn costs the gateway, and the one of agentcore-rl-toolkit; some ten minutes"
 	@echo "make test-clients  real agent clients (strands, langgraph, litellm, …) against the gateway"
 	@echo "make test-openai3  the tests that use openai, agent clients included, under openai 3"
 	@echo "make test-interop  agents and clients of agentcore-rl-toolkit, each with turnleaf's other side"
