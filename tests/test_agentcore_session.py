@@ -467,7 +467,7 @@ async def test_leaving_in_mid_run_stops_the_session_and_cuts_the_call(plain, tmp
 async def stopped_before_it_was_made(plain):
     """Leave a session while its start is on its way; its first stop finds none."""
     async with emulated(plain) as emulator:
-        emulator.inject(AgentCoreFault(operation="invoke", delay=0.7))
+        emulator.inject(AgentCoreFault(operation="invoke", after_stop=True))
         async with session_at(emulator) as session, anyio.create_task_group() as tasks:
             tasks.start_soon(session.run, payload_of())
             await until(lambda: len(starts(emulator)) == 1)
@@ -501,7 +501,7 @@ async def test_a_session_that_is_made_before_its_stop_is_answered_is_stopped_aga
 async def test_a_session_that_a_lost_start_makes_late_is_stopped(plain, monkeypatch):
     monkeypatch.setattr(invocation_module, "LATE", 2.0)
     async with emulated(plain) as emulator, anyio.create_task_group() as tasks:
-        emulator.inject(AgentCoreFault(operation="invoke", delay=0.7))
+        emulator.inject(AgentCoreFault(operation="invoke", after_stop=True))
 
         async def lose():
             await until(lambda: emulator.log.invocations != [])

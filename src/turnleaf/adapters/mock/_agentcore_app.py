@@ -102,6 +102,8 @@ class DataPlane:
     tasks: anyio.abc.TaskGroup
     _invocations: Bucket = attrs.field(init=False)
     _stops: Bucket = attrs.field(init=False)
+    _stopped: dict[str, anyio.Event] = attrs.field(init=False, factory=dict)
+    """For each session whose stop an invocation waits for."""
 
     @_invocations.default
     def _bucket_of_invocations(self) -> Bucket:
@@ -124,6 +126,8 @@ class DataPlane:
         invocation = _Invocation(request, session_id, payload, fault, record)
         try:
             await anyio.sleep(fault.delay)
+            if fault.after_stop:
+                await self._stopped.setdefault(session_id, anyio.Event()).wait()
             _raise_injected(fault.error)
             self._invocations.take("invocations per second")
             return await self._run(invocation)
@@ -206,9 +210,9 @@ class DataPlane:
             self._stops.take("stops per second")
             await self.sessions.stop(session_id)
         except ServiceFault as error:
-            self.log.stop_requested(session_id, error.code)
+            self._note_stop(session_id, error.code)
             return error.response()
-        self.log.stop_requested(session_id, "stopped")
+        self._note_stop(session_id, "stopped")
         await anyio.sleep(fault.answer_delay)
         response = web.json_response({}, headers={_SESSION_HEADER: session_id})
         if fault.lose_answer:
@@ -218,6 +222,11 @@ class DataPlane:
         except ServiceFault as error:
             return error.response()
         return response
+
+    def _note_stop(self, session_id: str, outcome: str) -> None:
+        self.log.stop_requested(session_id, outcome)
+        if session_id in self._stopped:
+            self._stopped.pop(session_id).set()
 
     def _check_target(self, request: web.Request) -> None:
         arn, qualifier = request.match_info["arn"], request.query.get("qualifier", "DEFAULT")

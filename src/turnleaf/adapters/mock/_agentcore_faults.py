@@ -23,7 +23,8 @@ class AgentCoreFault:
     polls, only those that ask for a background invocation's result, or only the others. Of those,
     `skip` go well and then `times` do not (None: all). seconds: for so long after it was injected.
 
-    What goes wrong: delay, it begins so many seconds late. error: it is answered with this code
+    What goes wrong: delay, it begins so many seconds late. after_stop, an invocation begins only
+    once a stop of its session was carried out or refused. error: it is answered with this code
     instead of being done. lose_answer: it is done, then the connection closes without an answer.
     answer_error: it is done, then answered with this code. answer_delay: it is done, then answered
     so many seconds late. kill_after: so many seconds after the agent was given the payload, the
@@ -40,6 +41,7 @@ class AgentCoreFault:
     times: int | None = attrs.field(default=_ONCE, validator=optional(ge(1)))
     seconds: float | None = attrs.field(default=None, validator=optional(gt(0)))
     delay: float = attrs.field(default=0.0, validator=ge(0))
+    after_stop: bool = False
     error: str | None = attrs.field(default=None, validator=optional(in_(STATUS)))
     lose_answer: bool = False
     answer_error: str | None = attrs.field(default=None, validator=optional(in_(STATUS)))
