@@ -506,7 +506,7 @@ async def test_a_call_whose_caller_has_left_runs_all_the_same(
     async with emulated() as (emulator, aws):
         hasty = calls_to(emulator.endpoint_url, read_timeout=0.2)
         await aws.invoke(ONE, "where")
-        emulator.inject(AgentCoreFault(operation="invoke", delay=0.6))
+        emulator.inject(AgentCoreFault(operation="invoke", delay=2.0))
         with pytest.raises(ReadTimeoutError):
             await hasty.invoke(OTHER, do, late=True)
         assert not emulator.log.invocations[1].executed

@@ -515,7 +515,7 @@ async def test_a_session_that_a_lost_start_makes_late_is_stopped(plain, monkeypa
 
 
 async def test_a_session_that_is_left_while_it_is_made_is_stopped(plain):
-    async with emulated(plain, provision_time=0.6) as emulator:
+    async with emulated(plain, provision_time=2.0) as emulator:
         async with session_at(emulator) as session, anyio.create_task_group() as tasks:
             tasks.start_soon(session.run, payload_of())
             await until(lambda: len(emulator.log.sessions) == 1)
@@ -688,7 +688,7 @@ async def test_an_abort_returns_at_once_and_stops_behind(plain, tmp_path):
     gateway, abort, rollouts = MemoryGateway(), anyio.Event(), []
     files = {"started": str(tmp_path / "started"), "go": str(tmp_path / "go")}
     async with emulated(plain) as emulator:
-        emulator.inject(AgentCoreFault(operation="stop", delay=0.5))
+        emulator.inject(AgentCoreFault(operation="stop", delay=2.0))
         async with Background() as background, anyio.create_task_group() as tasks:
 
             async def one():
@@ -699,7 +699,7 @@ async def test_an_abort_returns_at_once_and_stops_behind(plain, tmp_path):
             tasks.start_soon(one)
             await until((tmp_path / "started").exists)
             abort.set()
-            await until(lambda: rollouts != [], seconds=0.4)
+            await until(lambda: rollouts != [], seconds=1.5)
             assert emulator.log.stops == []
             assert gateway.no_key_is_open()
     (tmp_path / "go").touch()
