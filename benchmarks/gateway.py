@@ -55,6 +55,8 @@ def main() -> int:
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown:
         parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, but is {options.rounds}")
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
     # A thousand connections are more than many systems let a process have by default.
@@ -70,7 +72,7 @@ def main() -> int:
 
 
 def shown(report: Report) -> list[Bar]:
-    print("\n".join([*report.lines, *map(str, report.bars), ""]), flush=True)
+    print("\n".join([*report.lines, "", *map(str, report.bars), ""]), flush=True)
     return [*report.bars]
 
 

@@ -58,14 +58,21 @@ def test_a_bar_that_is_not_met_fails_the_command(
     monkeypatch.setattr(sys, "argv", ["gateway.py", "--short"])
     assert gateway.main() == 0
     printed = capsys.readouterr().out
-    assert "| load    | turnleaf |\n| ------- | -------- |\n| 4 turns | 1 ms     |\n" in printed
+    assert "| load    | turnleaf |\n| ------- | -------- |\n| 4 turns | 1 ms     |\n\n" in printed
     assert "cost: 2.5 (at most 3): met\n" in printed
     found.append(Bar("memory", 0.2, 0.125))
     assert gateway.main() == 1
     assert "memory: 0.2 (at most 0.125): NOT MET\n" in capsys.readouterr().out
 
 
-def test_a_part_that_does_not_exist_is_refused() -> None:
-    run = subprocess.run([sys.executable, COMMAND, "speed"], capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["speed"], "there is no part 'speed'; there are dialogues, streams,"),
+        (["rewards", "--rounds", "0"], "--rounds must be at least 1, but is 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: list[str], why: str) -> None:
+    run = subprocess.run([sys.executable, COMMAND, *arguments], capture_output=True, text=True)
     assert run.returncode == 2
-    assert "there is no part 'speed'; there are dialogues, streams," in run.stderr
+    assert why in run.stderr

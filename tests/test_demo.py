@@ -448,6 +448,12 @@ def test_the_table_names_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "/runs/now" in text
 
 
+def test_a_long_folder_is_told_to_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = "/runs/" + "of-a-name-that-no-terminal-has-room-for/" * 4 + "now"
+    _, text = shown(monkeypatch, tmp_path, summary(folder=folder))
+    assert folder in "".join(text.split())
+
+
 def test_a_token_that_is_not_accounted_for_fails_the_demo(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

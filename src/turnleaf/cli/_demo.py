@@ -80,7 +80,7 @@ def _table(summary: Summary) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
-    table.add_column(style="dim")
+    table.add_column(style="dim", overflow="fold")  # a folder is to be copied
     for name, value, note in (
         ("rollouts", f"{counts.rollouts:,}", f"and {counts.evaluation_rollouts:,} to evaluate"),
         ("turns", f"{counts.turns:,}", ""),
