@@ -527,6 +527,45 @@ def test_what_follows_may_depend_on_whether_there_are_tools(
         assert full[-len(extended.ids) :] == extended.ids.tolist()
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        "not m.content",
+        "m.content != m.content | trim",
+        "m.content.strip().startswith('{')",
+    ],
+)
+def test_what_follows_may_depend_on_contents_where_there_are_tools(
+    tmp_path: Path, where: str
+) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}"
+        f"{{% if tools and {where} %}} among tools{{% endif %}}: "
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    renderer = Renderer.load(small_checkpoint(tmp_path, template))
+    for said in ("", " b\n", '{"b": 1}', "b"):
+        new = [user(said)]
+        extended = renderer.extend(assistant("a"), array(IM_END), new, TOOLS, reasoning=False)
+        assert extended is not None
+        full = renderer.render([user("q"), assistant("a"), *new], TOOLS).ids.tolist()
+        assert full[-len(extended.ids) :] == extended.ids.tolist()
+
+
+def test_what_follows_is_written_by_the_template_for_tools(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<|im_start|>{{ SPELLED }}<|im_end|>{% endfor %}"
+    folder = small_checkpoint(tmp_path, template.replace("SPELLED", "m.content"))
+    another = folder / "additional_chat_templates" / "tool_use.jinja"
+    another.parent.mkdir()
+    another.write_text(template.replace("SPELLED", "m.content | replace('_', ' ')"))
+    renderer = Renderer.load(folder)
+    for tools, told in ((None, "b_c"), (TOOLS, "b c")):
+        new = [user("b_c")]
+        extended = renderer.extend(assistant("a"), array(IM_END), new, tools, reasoning=False)
+        assert extended is not None
+        assert told in renderer.decode(extended.ids)
+
+
 def test_long_exchanges_are_rendered_in_full(load_renderer: Load) -> None:
     renderer = load_renderer("qwen2.5", "qwen2_5")
     many_results = [result(str(n), f"call_{n}") for n in range(100)]

@@ -76,6 +76,11 @@ class AppliedTemplate:
             self._compiled[tools is None] = compiled
         return self._direct(compiled, self._shown, messages, tools, prompt=prompt, more=more)
 
+    @property
+    def has_another_for_tools(self) -> bool:
+        """Whether conversations with tools are rendered by a template of their own."""
+        return self._source([*_PROBE_TOOLS]) != self._source(None)
+
     def _source(self, tools: Sequence[Tool] | None) -> str:
         # A tokenizer may have a template of its own for conversations with tools.
         return self._prelude + str(self._tokenizer.get_chat_template(tools=tools))

@@ -42,6 +42,8 @@ def _tool(name: str) -> Tool:
 _QUESTION: Message = {"role": "user", "content": "question"}
 _STAND_IN_TOOLS = (_tool("probe"),)
 _PROOF_TOOLS = (_tool("first"), _tool("second"))
+_UNUSUAL_CONTENTS = ("", ' \n{"a": [1]}\n ')
+"""What templates may treat in ways of their own: nothing, whitespace at the edges, JSON."""
 
 
 @attrs.frozen
@@ -294,7 +296,7 @@ class Continuations:
         )
         if continued is None or other is None:
             return _Proof(holds=False)
-        if (continued.text, continued.close) != (other.text, other.close):
+        if _texts(continued) != _texts(other):
             return _Proof(holds=False)
         end = (self._call_end or "") if with_calls else ""
         proofs = 0
@@ -308,9 +310,25 @@ class Continuations:
                 if after != end + continued.text or not _bare(before).startswith(_bare(prompt)):
                     return _Proof(holds=False)
             proofs += 1
-        bare = self._continue(reply, new, None, _CLOCK, reasoning=False)
-        alike = bare is not None and (bare.text, bare.close) == (continued.text, continued.close)
-        return _Proof(holds=proofs > 0, needs_tools=not alike)
+        return _Proof(holds=proofs > 0, needs_tools=with_tools and self._needs_tools(reply, new))
+
+    def _needs_tools(self, reply: Message, new: Sequence[Message]) -> bool:
+        """Whether `new` is not proved to follow alike behind a stand-in history without tools."""
+        if self._template.has_another_for_tools:
+            return True
+        for content in (None, *_UNUSUAL_CONTENTS):
+            said = new if content is None else [{**each, "content": content} for each in new]
+            with_tools, without = (
+                self._continue(reply, said, tools, _CLOCK, reasoning=False)
+                for tools in (_STAND_IN_TOOLS, None)
+            )
+            if _texts(with_tools) != _texts(without):
+                return True
+        return False
+
+
+def _texts(continued: Continuation | None) -> tuple[str, str] | None:
+    return None if continued is None else (continued.text, continued.close)
 
 
 def _assistant(calls: Sequence[Any]) -> dict[str, Any]:

@@ -59,6 +59,11 @@ class Template:
         self._dialect = learn_dialect(self._text_or_none)
 
     @property
+    def has_another_for_tools(self) -> bool:
+        """Whether conversations with tools are rendered by a template of their own."""
+        return self._applied.has_another_for_tools
+
+    @property
     def parallel_calls(self) -> bool:
         """Whether it can show a reply with several calls."""
         return self._dialect.parallel_calls
