@@ -56,6 +56,12 @@ async def failed(stack: Stack, key: Key, *, stream: bool = False) -> None:
             await asked(client, stream=stream)
 
 
+async def failed_twice(stack: Stack, key: Key) -> None:
+    async with openai_client(key) as client:
+        with pytest.raises(openai.APIStatusError):
+            await asked(client, n=2)
+
+
 async def failed_stream(stack: Stack, key: Key) -> None:
     await failed(stack, key, stream=True)
 
@@ -118,6 +124,7 @@ def _of_the_gateway(thing: Any) -> bool:
         (not_admitted, {"text": "Hi."}),
         (failed, {"fail": 400}),
         (failed, {"text": "Hi.", "drop": True}),
+        (failed_twice, {"fail": 400}),
         (failed_stream, {"text": "x", "mismatch": True}),
         (lost, HANGS),
         (lost_stream, HANGS),

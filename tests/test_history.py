@@ -327,7 +327,10 @@ def test_messages_nested_beyond_reason_are_refused() -> None:
     assert conversation.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
-@pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": "\\ud800"}', "[1]", "{'a': 1}"])
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": NaN}', '{"a": "\\ud800"}', '{"a": [{"\\ud800": 1}]}', "[1]", "{'a': 1}"],
+)
 def test_arguments_that_are_no_json_object_stay_text(arguments: str) -> None:
     call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
     conversation = History().read([{"role": "assistant", "tool_calls": [call]}], None)

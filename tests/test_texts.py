@@ -48,6 +48,40 @@ def test_the_latest_texts_are_remembered_up_to_a_limit(
             assert [*memory._ids][-1] == text
 
 
+def test_the_text_that_did_not_come_for_longest_is_forgotten() -> None:
+    encoded, encode = counting()
+    memory = TextMemory(encode, most_characters=4)
+    for text in ("aa", "aa", "bb", "bb", "aa", "too long", "too long", "cc", "cc"):
+        memory.ids(text)
+    encoded.clear()
+    for text in ("aa", "cc", "bb"):
+        memory.ids(text)
+    assert encoded == ["bb"]
+
+
+def test_a_text_that_came_long_before_comes_for_the_first_time_again() -> None:
+    encoded, encode = counting()
+    memory = TextMemory(encode, most_seen=2)
+    for text in ("early", "one", "other", "other", "early", "other", "early"):
+        memory.ids(text)
+    assert encoded == ["early", "one", "other", "other", "early", "early"]
+
+
+def test_a_text_that_two_threads_encode_at_once_is_remembered_once() -> None:
+    meanwhile: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        if meanwhile:
+            memory.ids(meanwhile.pop())
+        return [*map(ord, text)]
+
+    memory = TextMemory(encode, most_characters=4)
+    memory.ids("aa")
+    meanwhile.append("aa")
+    memory.ids("aa")
+    assert memory._characters == len("aa")
+
+
 def test_threads_may_ask_at_once() -> None:
     texts = [f"{at % 7} of many" for at in range(2_000)]
     memory = TextMemory(lambda text: [*map(ord, text)], most_characters=40)
