@@ -139,7 +139,7 @@ class AskedTurns:
         """A request was refused before a turn was asked for: a retry of it claims nothing."""
         asked = self.ask(identity, on_abandoned=None)
         asked.take()
-        asked.finish(attrs.evolve(error))  # whose traceback would hold on to the request
+        asked.finish(attrs.evolve(error))  # a traceback would hold on to the request
         asked.leave(delivered=False)
 
     def deliver(self, turn_id: str) -> None:

@@ -146,7 +146,7 @@ class Turns:
                     record, prepared, at, call, tell
                 )
             except RequestError as error:
-                failures.append(attrs.evolve(error))  # whose traceback would hold on to the list
+                failures.append(attrs.evolve(error))  # a traceback would hold on to the list
                 call.end("undelivered")
 
         if len(prepared.turn_ids) == 1:

@@ -33,10 +33,10 @@ __all__ = ["main"]
 logger = logging.getLogger(__name__)
 
 COLLECT_AFTER = (500_000, 10, 10)
-"""When the garbage collector looks for cycles, by generation. Requests leave none, however they
-end. Yet each time all that came since is looked through, which takes long with a thousand calls in
-flight: with Python's own numbers a third of a worker's time, with 50,000 objects a tenth, and the
-event loop waits for 0.1 s each time."""
+"""When the garbage collector looks for cycles, by generation. Requests leave none that hold more
+than a few frames, however they end. Yet each time all that came since is looked through, which
+takes long with a thousand calls in flight: with Python's own numbers a third of a worker's time;
+with 50,000 objects a tenth, for which the event loop waits 0.1 s at a time."""
 
 
 def main() -> int:

@@ -228,7 +228,7 @@ class SGLangEngine:
             try:
                 raise failure
             finally:
-                failure = None  # as above
+                failure = None  # as in _attempt
         why = "its stream ended before the reply" if failure is None else describe(failure)
         if stream is not None and stream.sampled:
             if not stop.is_set():
