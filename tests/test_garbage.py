@@ -137,6 +137,20 @@ async def test_a_request_leaves_no_cycles(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.CRITICAL, "turnleaf")  # whoever keeps a record keeps its error, too
+    await check_leavings(request_of, script)
+
+
+async def test_what_fails_in_a_thread_leaves_no_cycles(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "turnleaf")
+    monkeypatch.setattr("turnleaf.gateway.engines._sglang._LONG", 0)  # bytes of its reply
+    await check_leavings(failed, {"text": "x", "mismatch": True})
+
+
+async def check_leavings(
+    request_of: Callable[[Stack, Key], Awaitable[None]], script: dict[str, Any]
+) -> None:
     async with running_gateway({"*": [script] * (TIMES + 1)}, retry_budget=0.0) as stack:
         keys = [await stack.open() for _ in range(TIMES + 1)]
         await request_of(stack, keys[0])  # what the first one sets up may stay

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import attrs
 from starlette.applications import Starlette
 from starlette.middleware.errors import ServerErrorMiddleware
@@ -21,6 +20,7 @@ from turnleaf.core import start_task
 from turnleaf.gateway._asked import Asked, identity_of
 from turnleaf.gateway._http import bearer, guarded, json_response, not_served, read_body
 from turnleaf.gateway._keys import Call, Keys, Record, ended
+from turnleaf.gateway._threads import in_thread
 from turnleaf.gateway._turns import Turns
 from turnleaf.gateway.protocols import (
     ChatRequest,
@@ -344,7 +344,7 @@ class _Sending:
 
 async def _encoded(reply: Completion, encode: Callable[[Completion], bytes]) -> bytes:
     """The reply in bytes, which the event loop does not wait for where that takes long."""
-    return await anyio.to_thread.run_sync(encode, reply) if reply.long else encode(reply)
+    return await in_thread(partial(encode, reply)) if reply.long else encode(reply)
 
 
 def _is_trained(request: Request) -> bool:

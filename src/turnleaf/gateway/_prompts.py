@@ -5,13 +5,13 @@ from functools import partial
 from typing import TypeVar
 
 import anyio
-import anyio.to_thread
 import attrs
 import numpy as np
 
 from turnleaf.core import TokenIds
 from turnleaf.gateway._history import Conversation, Match
 from turnleaf.gateway._keys import Call, Record, ended
+from turnleaf.gateway._threads import in_thread
 from turnleaf.gateway.protocols import ChatRequest
 from turnleaf.gateway.rendering import Rendered, Renderer
 
@@ -96,4 +96,4 @@ class Prompts:
                 raise ended()
             return render()
 
-        return await anyio.to_thread.run_sync(render_if_wanted, limiter=self._threads)
+        return await in_thread(render_if_wanted, limiter=self._threads)

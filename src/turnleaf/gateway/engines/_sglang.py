@@ -8,9 +8,9 @@ from http import HTTPStatus
 from urllib.parse import quote, urlsplit, urlunsplit
 
 import anyio
-import anyio.to_thread
 
 from turnleaf.core import EngineError, SettingsError
+from turnleaf.gateway._threads import in_thread
 from turnleaf.gateway.engines._base import (
     EngineLost,
     EngineRefused,
@@ -252,7 +252,7 @@ class SGLangEngine:
             experts=request.experts,
             top_p=wants_top_p_ids(request.sampling),
         )
-        return await anyio.to_thread.run_sync(decode) if len(response.body) > _LONG else decode()
+        return await in_thread(decode) if len(response.body) > _LONG else decode()
 
     def _failure(self, status: int, said: str) -> Exception:
         if status in _PASSING or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
