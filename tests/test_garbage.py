@@ -44,6 +44,13 @@ async def refused(stack: Stack, key: Key) -> None:
             await asked(client, top_logprobs=3)
 
 
+async def refused_in_a_thread(stack: Stack, key: Key) -> None:
+    many = [{"role": "user", "content": "x" * 100_000}, {"role": "nobody", "content": ""}]
+    async with openai_client(key) as client:
+        with pytest.raises(openai.BadRequestError):
+            await client.chat.completions.create(model="model", messages=many)  # type: ignore[arg-type]
+
+
 async def not_admitted(stack: Stack, key: Key) -> None:
     async with openai_client(key) as client:
         with pytest.raises(openai.BadRequestError, match="max_requests_in_flight"):
@@ -121,6 +128,7 @@ def _of_the_gateway(thing: Any) -> bool:
         (whole, {"text": "Hi."}),
         (streamed, {"text": "Hi."}),
         (refused, {"text": "Hi."}),
+        (refused_in_a_thread, {"text": "Hi."}),
         (not_admitted, {"text": "Hi."}),
         (failed, {"fail": 400}),
         (failed, {"text": "Hi.", "drop": True}),

@@ -16,6 +16,7 @@ from tests.gateway_stack import Stack, openai_client, renderer, running_gateway,
 from tests.waiting import until
 from turnleaf.core import Leaf, Trajectory
 from turnleaf.gateway import _bodies
+from turnleaf.gateway._history import History
 from turnleaf.gateway.engines import _continuing
 from turnleaf.gateway.rendering import Renderer
 
@@ -626,6 +627,28 @@ async def test_a_long_text_does_not_hold_up_the_event_loop() -> None:
         await beating
         assert longest < alone / 2
         await stack.close(key)
+
+
+async def test_many_messages_are_taken_in_apart_from_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, on_the_loop = History.read, []
+
+    def noted(self: History, messages: Any, tools: Any) -> Any:
+        on_the_loop.append(threading.current_thread() is threading.main_thread())
+        return read(self, messages, tools)
+
+    monkeypatch.setattr(History, "read", noted)
+    many = [{"role": "user", "content": str(at)} for at in range(5_000)]
+    async with running_gateway([{"text": "x"}] * 2, max_context_tokens=100_000) as stack:
+        key = await stack.open()
+        async with openai_client(key) as client:
+            reply = await ask(client, many)
+            answered = reply.choices[0].message.model_dump(exclude_none=True)
+            await ask(client, [*many, answered, USER])
+        trajectory = await stack.close(key)
+    assert on_the_loop == [False, True]  # the second one adds little
+    assert len(trajectory.leaves()) == 1
 
 
 async def test_nothing_is_rendered_for_clients_that_have_left(

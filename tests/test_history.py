@@ -451,7 +451,7 @@ def test_messages_that_are_recalled_are_those_that_were_sent(
     conversations: list[list[dict[str, Any]]],
 ) -> None:
     histories = [History(), History()]
-    histories[1]._recall = lambda _: []  # type: ignore[method-assign]
+    histories[1]._recall = lambda *_: []  # type: ignore[method-assign]
     for at, messages in enumerate(conversations):
         one, other = [found(history, copy.deepcopy(messages)) for history in histories]
         assert (one and (one.turn_id, one.past(), one.new)) == (
@@ -466,7 +466,7 @@ def test_messages_that_are_recalled_are_those_that_were_sent(
 def test_a_conversation_is_followed_from_where_the_last_one_was_left(data: st.DataObject) -> None:
     """What is recorded meanwhile, and in which order, changes nothing."""
     histories = [History(), History()]
-    histories[1]._recall = lambda _: []  # type: ignore[method-assign]
+    histories[1]._recall = lambda *_: []  # type: ignore[method-assign]
     conversations: list[list[dict[str, Any]]] = [[]]
     begun: list[Any] = []
 

@@ -46,11 +46,13 @@ class _Opening:
 class Body:
     """A request body.
 
-    value: what it says. digest: SHA-256 of its bytes. opening: None where its end is not known.
+    value: what it says. digest: SHA-256 of its bytes. new_size: how many of them repeat no earlier
+    body's. opening: None where its end is not known.
     """
 
     value: Any
     digest: bytes
+    new_size: int
     _opening: _Opening | None
 
 
@@ -85,7 +87,7 @@ class Bodies:
         # Some clients put another value before the messages each time. To look for the end of
         # these takes longer than to decode them, so it is tried after 1, 2, 4, 8 … misses.
         found = _found(data, value) if self._misses.bit_count() == 1 else None
-        return Body(value, digest.digest(), found)
+        return Body(value, digest.digest(), len(data), found)
 
     def keep(self, body: Body, messages: list[Any]) -> None:
         """Expect further bodies to begin like this one. messages: those of the body, or equals."""
@@ -109,11 +111,11 @@ def _continued(opening: _Opening, rest: bytes, digest: "_Hash") -> Body | None:
         end = len(text[: _end_of_values(text, 0, len(added))].encode())
     except _UNREADABLE:
         digest.update(rest)
-        return Body(value, digest.digest(), None)
+        return Body(value, digest.digest(), len(rest), None)
     digest.update(rest[:end])
     begun = _Opening(opening.size + end, digest.digest(), opening.fields, messages)
     digest.update(rest[end:])
-    return Body(value, digest.digest(), begun)
+    return Body(value, digest.digest(), len(rest), begun)
 
 
 def _read_on(rest: bytes) -> tuple[list[Any], dict[str, Any]] | None:

@@ -190,9 +190,12 @@ class History:
         self._recorded = 0
 
     def read(self, raw_messages: Sequence[Any], tools: Any) -> Conversation:
-        """Take in a request's messages; raises RequestError that names the field at fault."""
+        """Take in a request's messages; raises RequestError that names the field at fault.
+
+        Changes nothing, and may run in a thread while turns are recorded.
+        """
         latest = self._latest
-        known = self._recall(raw_messages)
+        known = self._recall(latest, raw_messages)
         recalled = len(known)
         try:
             known += [
@@ -205,15 +208,15 @@ class History:
         keys = (latest.keys[:recalled] if latest else []) + child_keys(known, recalled)
         return Conversation(digest_of(raw_tools), len(raw_tools), known, keys, recalled, latest)
 
-    def _recall(self, raw_messages: Sequence[Any]) -> list[Known]:
+    def _recall(self, latest: _Latest | None, raw_messages: Sequence[Any]) -> list[Known]:
         """The messages, up to the first that is not as in the turn that was recorded last."""
-        latest = self._latest.known if self._latest else []
+        seen = latest.known if latest else []
         recalled = 0
-        for known, raw in zip(latest, raw_messages, strict=False):
+        for known, raw in zip(seen, raw_messages, strict=False):
             if not known.is_repeated_by(raw):
                 break
             recalled += 1
-        return latest[:recalled]
+        return seen[:recalled]
 
     def match(self, conversation: Conversation, delivered: Callable[[str], bool]) -> Match | None:
         """The latest turn whose messages and reply the conversation begins with, if any.

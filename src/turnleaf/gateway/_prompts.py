@@ -21,8 +21,11 @@ Result = TypeVar("Result")
 
 LONG_TEXT = 20_000
 """Bytes of messages from which on they are rendered in a thread, not on the event loop."""
+LONG_BODY = 100_000
+"""Bytes that a body adds to an earlier one from which on its messages are taken in in a thread: of
+the shortest ones, a thousand take 10 ms."""
 LONG_AT_ONCE = 4
-"""So many long texts are rendered at once; further ones wait for one of them."""
+"""So many long texts are taken in or rendered at once; further ones wait for one of them."""
 
 
 @attrs.frozen(eq=False)
@@ -39,11 +42,21 @@ class Prompt:
 
 
 class Prompts:
-    """Renders what is new, behind the tokens of the turn that a request continues."""
+    """Takes in what a request says, and renders what is new behind the tokens of the turn that it
+    continues."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._threads = anyio.CapacityLimiter(LONG_AT_ONCE)
+
+    async def read(self, record: Record, request: ChatRequest, call: Call) -> Conversation:
+        """The request's messages.
+
+        Raises RequestError as `History.read` does, and a 401 when the call is ended meanwhile.
+        """
+        read = partial(record.history.read, request.messages, request.tools)
+        long = call.body is not None and call.body.new_size >= LONG_BODY
+        return await self._off_loop(call, read) if long else read()
 
     async def build(
         self,
@@ -65,7 +78,7 @@ class Prompts:
                 return Prompt(np.concatenate([path, added.ids]), shows_reasoning, match.turn_id)
         messages = conversation.messages if match is None else [*match.past(), *match.new]
         render = partial(self._renderer.render, messages, request.tools, clock=record.clock)
-        rendered = await self._off_loop(call, conversation.size, render)
+        rendered = await self._rendered(call, conversation.size, render)
         return Prompt(rendered.ids, rendered.shows_reasoning, continues=None)
 
     async def _added(
@@ -84,16 +97,18 @@ class Prompts:
             reasoning=match.may_lose_reasoning,
             clock=record.clock,
         )
-        return await self._off_loop(call, match.new_size, extend)
+        return await self._rendered(call, match.new_size, extend)
 
-    async def _off_loop(self, call: Call, size: int, render: Callable[[], Result]) -> Result:
+    async def _rendered(self, call: Call, size: int, render: Callable[[], Result]) -> Result:
         """Render a text of about `size` bytes, apart from the event loop if it is long."""
-        if size < LONG_TEXT:
-            return render()
+        return render() if size < LONG_TEXT else await self._off_loop(call, render)
 
-        def render_if_wanted() -> Result:
+    async def _off_loop(self, call: Call, work: Callable[[], Result]) -> Result:
+        """Do it in a thread, so that nobody else waits for it."""
+
+        def work_if_wanted() -> Result:
             if call.stop.is_set():  # nobody waits for it any more
                 raise ended()
-            return render()
+            return work()
 
-        return await in_thread(render_if_wanted, limiter=self._threads)
+        return await in_thread(work_if_wanted, limiter=self._threads)

@@ -93,7 +93,7 @@ class Turns:
         )
         self._warn_of_ignored(record, request, constraint)
         started, began = time.time(), time.monotonic()
-        conversation = record.history.read(request.messages, request.tools)
+        conversation = await self._prompts.read(record, request, call)
         match = record.history.match(
             conversation, lambda turn_id: record.trajectory.turn(turn_id).excluded != "undelivered"
         )
