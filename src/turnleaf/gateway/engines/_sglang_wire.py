@@ -214,13 +214,15 @@ def read_entries(entries: list[Any], *, first: int = 0) -> tuple[TokenIds, Logpr
 
     first: the output position of the first of them. Raises UntrustedReply for one that is none.
     """
-    # Column by column: a reply has thousands of them.
-    lists = set(map(type, entries)) <= {list} and min(map(len, entries), default=2) >= 2
-    ids = [entry[1] for entry in entries] if lists else []
-    logprobs = [entry[0] for entry in entries] if lists else []
+    # Column by column: a reply has thousands of them. What is decoded JSON and no list of two has
+    # no items of these numbers, or is a text, whose items are no numbers.
+    try:
+        ids = [entry[1] for entry in entries]
+        logprobs = [entry[0] for entry in entries]
+    except (TypeError, LookupError):
+        ids = logprobs = [None]
     if not (
-        lists
-        and set(map(type, ids)) <= {int}
+        set(map(type, ids)) <= {int}
         and set(map(type, logprobs)) <= {float, int}
         and 0 <= min(ids, default=0) <= max(ids, default=0) <= MAX_ID
         and _LOWEST <= min(logprobs, default=0) <= max(logprobs, default=0) <= _ROUNDING
