@@ -11,7 +11,6 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -26,9 +25,6 @@ from turnleaf.gateway.rendering.parsers import Piece
 __all__ = ["ControlledTokenizer", "Shield"]
 
 
-_SHORT = 32
-"""Characters up to which a text is remembered with its ids: what templates write over and over."""
-_REMEMBERED = 1024
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (byte for byte in range(0x100) if byte not in _PRINTABLE)
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
@@ -53,7 +49,6 @@ class ControlledTokenizer:
         self._backend = backend
         self._plain = _without_added_tokens(backend, set(added))
         self._words = WordMemory.of(self._plain)
-        self._short_ids = lru_cache(_REMEMBERED)(self._ids_of)
         self._known_texts = TextMemory(self._ids_of)
         self._ids = {token.content: id_ for id_, token in added.items()}
         longest_first = sorted(self._ids, key=len, reverse=True)
@@ -147,8 +142,7 @@ class ControlledTokenizer:
             return []
         if shield is not None:
             text = shield.restore(text)
-        text = _encodable(text)
-        return self._short_ids(text) if len(text) <= _SHORT else self._known_texts.ids(text)
+        return self._known_texts.ids(_encodable(text))
 
     def _ids_of(self, text: str) -> list[int]:
         remembered = None if self._words is None else self._words.encode(text)

@@ -1,4 +1,5 @@
-"""Tokens of whole texts that come again: what all rollouts of an agent begin with."""
+"""Tokens of whole texts that come again: what a template writes between messages, and what all
+rollouts of an agent begin with."""
 
 from collections.abc import Callable
 from threading import Lock
