@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -337,6 +338,16 @@ def test_arguments_that_are_no_json_object_stay_text(arguments: str) -> None:
     assert conversation.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
+def dialogue(history: History, *, turns: int) -> Iterator[list[dict[str, Any]]]:
+    """Record so many turns; yields what the client says behind each, in a spelling of its own."""
+    messages: list[dict[str, Any]] = [USER]
+    for turn in range(turns):
+        reply = {"role": "assistant", "content": f"reply {turn}"}
+        recorded(history, messages, reply, f"turn-{turn}")
+        messages += [{**reply, "refusal": None}, {"role": "user", "content": f"next {turn}"}]
+        yield messages
+
+
 def test_a_message_is_normalised_once_however_a_client_spells_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -347,12 +358,8 @@ def test_a_message_is_normalised_once_however_a_client_spells_it(
         return normalise(raw, where)
 
     monkeypatch.setattr("turnleaf.gateway._known.normalise", counted)
-    history = History()
-    messages: list[dict[str, Any]] = [USER]
-    for turn in range(10):
-        reply = {"role": "assistant", "content": f"reply {turn}"}
-        recorded(history, messages, reply, f"turn-{turn}")
-        messages += [{**reply, "refusal": None}, {"role": "user", "content": f"next {turn}"}]
+    for _ in dialogue(History(), turns=10):
+        pass
     # The first message, and of each turn the reply, the client's spelling of it, and what is new.
     assert len(seen) == 1 + 10 + 2 * 9
 
@@ -446,17 +453,24 @@ def test_arguments_keep_the_order_in_which_they_are_sent() -> None:
         recorded(history, [USER, call, *RESULTS], {"role": "assistant", "content": ""}, f"{turn}")
 
 
+def one_that_recalls_and_one_that_does_not() -> list[History]:
+    histories = [History(), History()]
+    histories[1]._recall = lambda *_: []  # type: ignore[method-assign]  # which is the reference
+    return histories
+
+
+def told(match: Match | None) -> Any:
+    return match and (match.turn_id, match.past(), match.new)
+
+
 @given(st.lists(st.lists(st.sampled_from(SAID), min_size=1, max_size=6), max_size=8))
 def test_messages_that_are_recalled_are_those_that_were_sent(
     conversations: list[list[dict[str, Any]]],
 ) -> None:
-    histories = [History(), History()]
-    histories[1]._recall = lambda *_: []  # type: ignore[method-assign]
+    histories = one_that_recalls_and_one_that_does_not()
     for at, messages in enumerate(conversations):
         one, other = [found(history, copy.deepcopy(messages)) for history in histories]
-        assert (one and (one.turn_id, one.past(), one.new)) == (
-            other and (other.turn_id, other.past(), other.new)
-        )
+        assert told(one) == told(other)
         for history in histories:
             reply = {"role": "assistant", "content": "so?"}
             recorded(history, copy.deepcopy(messages), reply, f"turn-{at}")
@@ -465,8 +479,7 @@ def test_messages_that_are_recalled_are_those_that_were_sent(
 @given(st.data())
 def test_a_conversation_is_followed_from_where_the_last_one_was_left(data: st.DataObject) -> None:
     """What is recorded meanwhile, and in which order, changes nothing."""
-    histories = [History(), History()]
-    histories[1]._recall = lambda *_: []  # type: ignore[method-assign]
+    histories = one_that_recalls_and_one_that_does_not()
     conversations: list[list[dict[str, Any]]] = [[]]
     begun: list[Any] = []
 
@@ -489,19 +502,13 @@ def test_a_conversation_is_followed_from_where_the_last_one_was_left(data: st.Da
             history.match(conversation, delivered)
             for history, conversation in zip(histories, read, strict=True)
         ]
-        assert (one and (one.turn_id, one.past(), one.new)) == (
-            other and (other.turn_id, other.past(), other.new)
-        )
+        assert told(one) == told(other)
         begun.append((f"turn-{at}", messages, list(zip(read, (one, other), strict=True))))
 
 
 def test_only_what_follows_the_last_match_is_looked_up() -> None:
     history = History()
-    messages: list[dict[str, Any]] = [USER]
-    for turn in range(5):
-        reply = {"role": "assistant", "content": f"reply {turn}"}
-        recorded(history, messages, reply, f"turn-{turn}")
-        messages += [{**reply, "refusal": None}, {"role": "user", "content": f"next {turn}"}]
+    for turn, messages in enumerate(dialogue(history, turns=5)):
         conversation = history.read(messages, None)
         assert history._start(conversation).depth == 2 * turn
         assert len(conversation._known) == 2 * turn + 3

@@ -292,6 +292,19 @@ def test_extending_equals_rendering_anew(
         assert parsed.reasoning == ""
 
 
+def check_extending(
+    renderer: Renderer,
+    history: list[dict[str, Any]],
+    new: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+) -> None:
+    """What extends the last reply of `history` is what a full render has there."""
+    extended = renderer.extend(history[-1], array(IM_END), new, tools, reasoning=False)
+    assert extended is not None
+    full = renderer.render([*history, *new], tools).ids.tolist()
+    assert full[-len(extended.ids) :] == extended.ids.tolist()
+
+
 def composed(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
@@ -311,10 +324,7 @@ def test_extending_with_spelled_out_control_tokens(
     calls = [call("run"), call("search", "call_1", a=text)]
     history = [user(text), assistant(content, tool_calls=calls)]
     new = [result(text), result(content, "call_1"), user(text)]
-    extended = renderer.extend(history[-1], array(IM_END), new, TOOLS, reasoning=False).ids
-    assert extended is not None
-    full = renderer.render([*history, *new], TOOLS).ids
-    assert full.tolist()[-len(extended) :] == extended.tolist()
+    check_extending(renderer, history, new, TOOLS)
 
 
 @every_template
@@ -508,23 +518,25 @@ def test_roles_that_the_template_refuses_are_rendered_in_full(tmp_path: Path) ->
     assert renderer.extend(assistant("a"), array(IM_END), late[1:], reasoning=False) is not None
 
 
-@pytest.mark.parametrize("offered", [None, TOOLS])
-@pytest.mark.parametrize("where", ["tools", "tools and m.reasoning_content"])
-def test_what_follows_may_depend_on_whether_there_are_tools(
-    tmp_path: Path, where: str, offered: list[dict[str, Any]] | None
-) -> None:
+def among_tools(target: Path, where: str) -> Renderer:
+    """Of a template that writes messages differently where that holds."""
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}"
         f"{{% if {where} %}} among tools{{% endif %}}: "
         "{{ m.content }}<|im_end|>\n{% endfor %}"
     )
-    renderer = Renderer.load(small_checkpoint(tmp_path, template))
+    return Renderer.load(small_checkpoint(target, template))
+
+
+@pytest.mark.parametrize("offered", [None, TOOLS])
+@pytest.mark.parametrize("where", ["tools", "tools and m.reasoning_content"])
+def test_what_follows_may_depend_on_whether_there_are_tools(
+    tmp_path: Path, where: str, offered: list[dict[str, Any]] | None
+) -> None:
+    renderer = among_tools(tmp_path, where)
     more = {**assistant("c"), "reasoning_content": "so"}
     for new in ([user("b")], [user("b"), more, user("d")]):
-        extended = renderer.extend(assistant("a"), array(IM_END), new, offered, reasoning=False)
-        assert extended is not None
-        full = renderer.render([user("q"), assistant("a"), *new], offered).ids.tolist()
-        assert full[-len(extended.ids) :] == extended.ids.tolist()
+        check_extending(renderer, [user("q"), assistant("a")], new, offered)
 
 
 @pytest.mark.parametrize(
@@ -538,18 +550,9 @@ def test_what_follows_may_depend_on_whether_there_are_tools(
 def test_what_follows_may_depend_on_contents_where_there_are_tools(
     tmp_path: Path, where: str
 ) -> None:
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}"
-        f"{{% if tools and {where} %}} among tools{{% endif %}}: "
-        "{{ m.content }}<|im_end|>\n{% endfor %}"
-    )
-    renderer = Renderer.load(small_checkpoint(tmp_path, template))
+    renderer = among_tools(tmp_path, f"tools and {where}")
     for said in ("", " b\n", '{"b": 1}', "b"):
-        new = [user(said)]
-        extended = renderer.extend(assistant("a"), array(IM_END), new, TOOLS, reasoning=False)
-        assert extended is not None
-        full = renderer.render([user("q"), assistant("a"), *new], TOOLS).ids.tolist()
-        assert full[-len(extended.ids) :] == extended.ids.tolist()
+        check_extending(renderer, [user("q"), assistant("a")], [user(said)], TOOLS)
 
 
 def test_what_follows_is_written_by_the_template_for_tools(tmp_path: Path) -> None:
