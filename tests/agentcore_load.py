@@ -66,7 +66,7 @@ def main():
         "peak": peak_bytes(),
         "modules": sorted(sys.modules),
     }
-    print(json.dumps(report))  # noqa: T201
+    print(json.dumps(report))  # noqa: T201  # what a program reads
 
 
 main()

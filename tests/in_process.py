@@ -361,7 +361,7 @@ class ObservedTurns:
 
     def __attrs_post_init__(self) -> None:
         self._sample_one = self.turns._sample_one
-        self.turns._sample_one = self._observed_choice  # type: ignore[method-assign]
+        self.turns._sample_one = self._observed_choice  # type: ignore[method-assign]  # to look on
 
     @property
     def body_limit(self) -> int:

@@ -879,7 +879,7 @@ def test_without_bedrock_agentcore_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "turnleaf.agent._runtime_app", raising=False)
     monkeypatch.setitem(sys.modules, "bedrock_agentcore", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'turnleaf\[agent\]'"):
-        turnleaf.agent.AgentCoreRuntimeApp  # noqa: B018
+        turnleaf.agent.AgentCoreRuntimeApp  # noqa: B018  # asking for it is the test
     assert callable(turnleaf.agent.trajectory)
 
 

@@ -296,7 +296,7 @@ CIRCULAR["self"] = CIRCULAR
 
 
 class Incomparable(dict[str, Any]):
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # as a dict's
 
     def __eq__(self, other: object) -> bool:
         raise LookupError
@@ -443,7 +443,7 @@ class BadReal(float):
 
 
 class Liar:
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc]  # what no type says of itself
     def __class__(self) -> type:
         raise LookupError
 
@@ -1136,7 +1136,7 @@ async def test_room_is_given_back_however_a_rollout_ends(
 
 async def test_room_that_cannot_be_had_fails_the_rollout_before_a_key_is_opened() -> None:
     gateway, sessions = MemoryGateway(), RoomySessions(hanging)
-    sessions.places = object()  # type: ignore[assignment]
+    sessions.places = object()  # type: ignore[assignment]  # what has no room
     async with Background() as background:
         rollout = await play(gateway, sessions, background)
     assert (rollout.status, rollout.cause) == ("failed", "infrastructure")

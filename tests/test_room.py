@@ -79,7 +79,7 @@ def test_a_loop_that_is_gone_keeps_no_place():
     place.let_go()
     assert room.taken == 0
     assert not waiting.done()
-    waiting._log_destroy_pending = False  # type: ignore[attr-defined]
+    waiting._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio's own
     waiting.get_coro().close()
 
 

@@ -478,7 +478,7 @@ def test_a_script_that_is_wrong_is_refused_by_name(reply: Any, complaint: str) -
 
 def test_a_script_is_lists() -> None:
     with pytest.raises(ContractError, match="the script of 'r' is not a list"):
-        ScriptedEngine({"r": {"ids": [1]}})  # type: ignore[dict-item]
+        ScriptedEngine({"r": {"ids": [1]}})  # type: ignore[dict-item]  # what is no script
 
 
 def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_without_what_a_session_needs_the_extra_is_named(monkeypatch, name, modu
 
 def test_an_unknown_name_of_the_package_is_an_attribute_error():
     with pytest.raises(ImportError, match="cannot import name 'NoSuchSession'"):
-        from turnleaf.sessions import NoSuchSession  # noqa: F401
+        from turnleaf.sessions import NoSuchSession  # noqa: F401  # importing it is the test
 
 
 def test_what_a_session_needs_is_loaded_on_first_use_only():

@@ -280,7 +280,7 @@ def test_settings_that_are_no_mapping_are_refused(mapping: Any) -> None:
 @pytest.mark.parametrize("name", [(16**5000,), (1, 2), None])
 def test_a_name_of_any_kind_is_refused(name: object) -> None:
     with pytest.raises(SettingsError, match="unknown setting"):
-        Settings.from_mapping({"rollout_session_backend": BACKEND, name: 1})  # type: ignore[dict-item]
+        Settings.from_mapping({"rollout_session_backend": BACKEND, name: 1})  # type: ignore[dict-item]  # what is no name
 
 
 @pytest.mark.parametrize(

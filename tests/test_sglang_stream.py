@@ -449,7 +449,7 @@ async def test_a_stop_that_the_engine_does_not_heed_keeps_what_was_told(
 ) -> None:
     script = [{"ids": [4, 5, 6, 7], "hang": True, "abort_after": 3, "events": [2]}]
     engine, url = await scripted_engine({"*": script}, streaming="incremental")
-    engine.abort = lambda rid: None  # type: ignore[method-assign]
+    engine.abort = lambda rid: None  # type: ignore[method-assign]  # no call is ended
     stop = Stop()
     async with caller(url) as client:
         async with under_way(client.turn(stop=stop)) as replies:
@@ -466,7 +466,7 @@ async def test_a_call_that_is_stopped_before_its_first_token_is_lost(
     engine, url = await scripted_engine(
         {"*": [{"ids": [4, 5], "hang": True, "events": []}]}, streaming="incremental"
     )
-    engine.abort = lambda rid: None  # type: ignore[method-assign]
+    engine.abort = lambda rid: None  # type: ignore[method-assign]  # no call is ended
     stop = Stop()
     async with caller(url) as client, anyio.create_task_group() as tasks:
 
@@ -670,7 +670,7 @@ async def test_a_refusal_in_an_event_says_why() -> None:
         ([event(True, [FIVE])], "completion_tokens is True"),
         ([event(1, [FIVE]), event(2, [["a", 6]])], r"output_token_logprobs\[1\] has the log-prob"),
         ([event(1, [FIVE]), event(2, [SIX, FIVE])], "contradicts the ones before"),
-        ([event(1, None)], "output_token_logprobs is None, not a list"),  # type: ignore[arg-type]
+        ([event(1, None)], "output_token_logprobs is None, not a list"),  # type: ignore[arg-type]  # what is no list
         ([event(1, [FIVE], prompt_tokens=2)], "prompt_tokens is 2, but 3 were sent"),
         ([event(1, [FIVE], "tired")], "finish_reason.type is a str"),
         ([event(1, [FIVE], finish_reason=[])], "finish_reason is a list"),

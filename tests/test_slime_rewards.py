@@ -55,7 +55,7 @@ def users_model(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
 
     def importable(function: Any) -> str:
         module = types.ModuleType("users_reward_model")
-        module.score = function  # type: ignore[attr-defined]
+        module.score = function  # type: ignore[attr-defined]  # a user's function
         monkeypatch.setitem(sys.modules, module.__name__, module)
         return f"{module.__name__}.score"
 

@@ -587,7 +587,7 @@ class Indexed(list[Any]):
     """A list that fully_async can sort, and no more."""
 
     @property
-    def index(self) -> int:  # type: ignore[override]
+    def index(self) -> int:  # type: ignore[override]  # a list's method
         return 0
 
 

@@ -26,7 +26,7 @@ def test_the_version_is_the_distributions():
 
 def test_an_unknown_name_is_refused():
     with pytest.raises(AttributeError, match="no attribute 'Trajectories'"):
-        turnleaf.Trajectories  # noqa: B018
+        turnleaf.Trajectories  # noqa: B018  # asking for it is the test
 
 
 def test_what_takes_long_to_load_is_loaded_where_it_is_needed():

@@ -43,14 +43,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             patch.setattr(module, "time", clock)
 
     def _next_timer(self) -> float:
-        timers: list[Any] = self._scheduled  # type: ignore[attr-defined]
+        timers: list[Any] = self._scheduled  # type: ignore[attr-defined]  # asyncio's own
         return min((each.when() for each in timers if not each.cancelled()), default=math.inf)
 
     async def _idle(self) -> None:
         quiet = 0
         for _ in range(MOST_ROUNDS):
             await asyncio.sleep(0)
-            quiet = 0 if self._ready else quiet + 1  # type: ignore[attr-defined]
+            quiet = 0 if self._ready else quiet + 1  # type: ignore[attr-defined]  # asyncio's own
             if quiet == SETTLED:
                 return
         raise AssertionError("something goes round without end")

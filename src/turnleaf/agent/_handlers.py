@@ -25,7 +25,7 @@ def contained(handler: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, functools.partial):
         function = function.func
     is_async = inspect.iscoroutinefunction(function)
-    if not is_async and not inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+    if not is_async and not inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004  # what it is, not whether it is there
         return handler
 
     async def guarded(*arguments: Any) -> Any:

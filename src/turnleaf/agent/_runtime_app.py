@@ -77,7 +77,7 @@ class AgentCoreRuntimeApp(BedrockAgentCoreApp):
         except (ValueError, RecursionError):
             payload = None  # what is wrong with it, the base says
         if not isinstance(payload, dict) or ENVELOPE not in payload:
-            response: Response = await super()._handle_invocation(request)  # type: ignore[no-untyped-call]
+            response: Response = await super()._handle_invocation(request)  # type: ignore[no-untyped-call]  # the package has no types
             return response
         try:
             envelope = read_envelope(payload)

@@ -50,7 +50,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _unread: TimerHandle | None = None
     """Ends a connection whose client has not read its reply by then."""
 
-    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # TCP's always is one
         super().connection_made(transport)
         self._head = b""
         self._start_timer()

@@ -129,7 +129,7 @@ async def _start(
 def _greeted(process: "subprocess.Popen[bytes]", module: str, line: bytes) -> dict[str, Any] | None:
     """Tell the child its configuration and read its readiness line; None when it ends before."""
     assert process.stdin is not None  # noqa: S101  # both are pipes
-    assert process.stdout is not None  # noqa: S101
+    assert process.stdout is not None  # noqa: S101  # as above
     try:
         while line:
             line = line[process.stdin.write(line) or 0 :]
@@ -171,8 +171,8 @@ async def ended(process: "subprocess.Popen[bytes]") -> int:
 
 
 async def _end(process: "subprocess.Popen[bytes]", module: str) -> None:
-    assert process.stdin is not None  # noqa: S101
-    assert process.stdout is not None  # noqa: S101
+    assert process.stdin is not None  # noqa: S101  # both are pipes
+    assert process.stdout is not None  # noqa: S101  # as above
     try:
         process.stdin.write(b"\n")
     except OSError:

@@ -53,7 +53,7 @@ class TextFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
-    def formatException(self, ei: ExceptionInfo) -> str:  # noqa: N802
+    def formatException(self, ei: ExceptionInfo) -> str:  # noqa: N802  # logging's own name
         """See `logging.Formatter`."""
         return "" if ei[1] is None else _told(ei[1])
 

@@ -30,7 +30,7 @@ async def _abort_until_idle(url: str) -> None:
             logger.warning("%s cannot be aborted: %s", url, error)
         try:
             loads = await get(f"{url}/v1/loads?include=core")
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001  # whatever it is, the log says it
             logger.warning("%s does not tell its load: %s", url, error)
             return
         if _requests(loads) <= 0:

@@ -69,7 +69,7 @@ def compute_metrics_from_samples(args: Namespace, samples: list[Sample]) -> dict
         for name in ("spec_accept_rate", "spec_accept_length"):
             metrics[name] = sum(getattr(sample.spec_info, name) for sample in samples) / number
     if args.log_reward_category is not None:
-        categories = group_by(samples, lambda sample: sample.reward[args.log_reward_category])  # type: ignore[index]
+        categories = group_by(samples, lambda sample: sample.reward[args.log_reward_category])  # type: ignore[index]  # a mapping, where categories are logged
         metrics |= {f"error_cat/{name}": len(of) / number for name, of in categories.items()}
     return metrics
 
