@@ -1,6 +1,7 @@
 """What becomes of sessions when their process does not end as it should."""
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -132,6 +133,19 @@ async def test_a_process_that_leaves_in_mid_run_is_gone_within_two_seconds(emula
         assert await anyio.to_thread.run_sync(process.stderr.read) == b""
 
 
+@pytest.fixture
+async def keeper(anyio_backend):
+    """One of which nothing goes on behind the test, neither its child nor what it has to report."""
+    keeper = Keeper()
+    yield keeper
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeping_module, "SETTLED", math.inf)
+        end(keeper)
+        await until(lambda: keeper.pid is None)
+        with keeper._lock:  # held until the end is reported
+            pass
+
+
 async def open_session(emulator, keeper, number):
     """A session that runs, of which the keeper knows."""
     session_id = f"session-of-the-keeper-test-{number:0>10}"
@@ -154,11 +168,11 @@ async def open_session(emulator, keeper, number):
 def end(keeper):
     """What the end of its process is to a keeper."""
     with keeper._lock:
-        keeper._process.stdin.close()
+        if keeper._process is not None:
+            keeper._process.stdin.close()
 
 
-async def test_a_keeper_stops_what_is_open_and_nothing_else(emulator):
-    keeper = Keeper()
+async def test_a_keeper_stops_what_is_open_and_nothing_else(emulator, keeper):
     assert keeper.pid is None
     first, second = [await open_session(emulator, keeper, number) for number in range(2)]
     keeper.closed(first)
@@ -170,8 +184,7 @@ async def test_a_keeper_stops_what_is_open_and_nothing_else(emulator):
     assert {stop.session_id for stop in emulator.log.stops} == {second}
 
 
-async def test_a_session_that_is_gone_is_a_success_to_a_keeper(emulator, capfd):
-    keeper = Keeper()
+async def test_a_session_that_is_gone_is_a_success_to_a_keeper(emulator, keeper, capfd):
     session_id = await open_session(emulator, keeper, 0)
     await emulator.kill(session_id)
     pid = keeper.pid
@@ -184,11 +197,10 @@ async def test_a_session_that_is_gone_is_a_success_to_a_keeper(emulator, capfd):
 
 @pytest.mark.parametrize("settled", [0.0, 60.0])
 async def test_a_keeper_that_dies_is_replaced_and_told_again(
-    emulator, monkeypatch, caplog, settled
+    emulator, keeper, monkeypatch, caplog, settled
 ):
     """At once when it had lived for a while, else with the next session."""
     monkeypatch.setattr(keeping_module, "SETTLED", settled)
-    keeper = Keeper()
     await open_session(emulator, keeper, 0)
     dead = keeper.pid
     os.kill(dead, signal.SIGKILL)
@@ -206,9 +218,8 @@ async def test_a_keeper_that_dies_is_replaced_and_told_again(
     await until(lambda: emulator.log.not_stopped() == [], seconds=60)
 
 
-def test_a_keeper_that_cannot_be_started_is_reported_once(monkeypatch, caplog):
+def test_a_keeper_that_cannot_be_started_is_reported_once(keeper, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    keeper = Keeper()
     for session_id in ("a", "b"):
         keeper.opened(session_id, client={}, target={})
         keeper.closed(session_id)
@@ -217,9 +228,8 @@ def test_a_keeper_that_cannot_be_started_is_reported_once(monkeypatch, caplog):
     assert "cannot be started: FileNotFoundError" in record.message
 
 
-async def test_a_keeper_that_reads_nothing_is_replaced(emulator, monkeypatch):
+async def test_a_keeper_that_reads_nothing_is_replaced(emulator, keeper, monkeypatch):
     monkeypatch.setattr(keeping_module, "WRITE_LIMIT", 0.05)
-    keeper = Keeper()
     await open_session(emulator, keeper, 0)
     stuck = keeper.pid
     os.kill(stuck, signal.SIGSTOP)
@@ -244,9 +254,6 @@ def test_a_keeper_that_is_not_needed_imports_little():
     assert not imported & {b"boto3", b"numpy", b"turnleaf"}
 
 
-def test_a_keepers_arguments_are_no_secret():
-    keeper = Keeper()
+def test_a_keepers_arguments_are_no_secret(keeper):
     keeper.opened("a", client={}, target={})
     assert keeper._process.args[1:] == ["-P", keeping_module._keeper.__file__]
-    keeper.closed("a")
-    end(keeper)
