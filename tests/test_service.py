@@ -1,5 +1,6 @@
 import asyncio
 import errno
+import signal
 import subprocess
 import sys
 import threading
@@ -65,6 +66,34 @@ def test_errors_arrive_bare() -> None:
             service.call(refuse)
         with pytest.raises(SettingsError, match="bare"):
             asyncio.run(service.run(refuse))
+
+
+def test_an_interrupt_that_does_not_wake_the_caller_is_noticed() -> None:
+    """As one that comes while its thread is about to wait, but does not yet."""
+    began = threading.Event()
+
+    async def work() -> None:
+        began.set()
+        await anyio.sleep(PATIENCE)
+        returned.append(True)
+
+    def interrupt() -> None:
+        began.wait(PATIENCE)
+        # A handler that runs in another thread wakes nobody.
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    returned: list[bool] = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupting = threading.Thread(target=interrupt)
+    try:
+        with Service() as service:
+            interrupting.start()
+            with pytest.raises(KeyboardInterrupt):
+                service.call(work)
+    finally:
+        interrupting.join()
+        signal.signal(signal.SIGINT, before)
+    assert not returned
 
 
 def test_the_service_may_use_itself_but_not_wait_for_itself() -> None:

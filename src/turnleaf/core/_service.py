@@ -23,6 +23,8 @@ __all__ = ["Service"]
 
 logger = logging.getLogger(__name__)
 
+SIGNAL_CHECK = 0.25
+"""Seconds after which a thread that waits for the service sees whether a signal has come."""
 END_LIMIT = 5.0
 """Seconds that the thread may take to end, once its clean-up has."""
 
@@ -108,6 +110,10 @@ class Service:
         """
         future = self._submit(function, *args)
         try:
+            # A signal breaks off the wait for a lock, but not when it comes just before it: without
+            # a look now and then, Ctrl-C would do nothing until the work is done.
+            while not concurrent.futures.wait([future], timeout=SIGNAL_CHECK).done:
+                pass
             return future.result()
         except concurrent.futures.CancelledError:
             raise self._gone() from None
