@@ -1,9 +1,10 @@
 """Request bodies are read as far as they are new, and say what they say as a whole."""
 
+import copy
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import orjson
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests import strategies
 from turnleaf.gateway import _bodies
-from turnleaf.gateway._bodies import Bodies, Body
+from turnleaf.gateway._bodies import _MOST_OPENINGS, Bodies, Body
 from turnleaf.gateway.protocols import RequestError
 
 MESSAGES: list[Any] = [
@@ -148,13 +149,87 @@ def test_the_same_body_again_is_not_decoded_again(whole: list[bytes]) -> None:
     assert len(whole) == 1
 
 
-def test_two_conversations_in_turn_are_read_in_part(whole: list[bytes]) -> None:
+def begun(bodies: Bodies, names: Iterable[object]) -> dict[object, list[Any]]:
+    """Conversations that have begun, of two requests each."""
+    conversations: dict[object, list[Any]] = {}
+    for name in names:
+        conversations[name] = [{"role": "system", "content": f"{name}"}]
+        go_on(bodies, conversations[name])
+        go_on(bodies, conversations[name])
+    return conversations
+
+
+def go_on(bodies: Bodies, messages: list[Any]) -> None:
+    """A message more."""
+    messages.append(MESSAGES[len(messages) % len(MESSAGES)])
+    assert read_and_kept(bodies, spelled(messages)).value["messages"] == messages
+
+
+def test_conversations_in_turn_are_all_read_in_part(whole: list[bytes]) -> None:
     bodies = Bodies()
-    for count in range(1, len(MESSAGES) + 1):
-        for name in ("one", "other"):
-            messages = [{"role": "system", "content": name}, *MESSAGES[:count]]
-            assert read_and_kept(bodies, spelled(messages)).value["messages"] == messages
-    assert len(whole) < 2 * len(MESSAGES)
+    conversations = begun(bodies, range(_MOST_OPENINGS))
+    for _ in range(5):
+        for messages in conversations.values():
+            go_on(bodies, messages)
+    assert len(whole) == _MOST_OPENINGS
+
+
+def test_of_too_many_conversations_the_one_kept_first_is_read_as_a_whole(
+    whole: list[bytes],
+) -> None:
+    bodies = Bodies()
+    first, *others = begun(bodies, range(_MOST_OPENINGS + 1)).values()
+    for messages in others:
+        go_on(bodies, messages)
+    assert len(whole) == _MOST_OPENINGS + 1
+    go_on(bodies, first)
+    assert whole[_MOST_OPENINGS + 1 :] == [spelled(first)]
+
+
+def test_a_conversation_counts_once_however_long_it_is(whole: list[bytes]) -> None:
+    bodies = Bodies()
+    long, *others = begun(bodies, range(_MOST_OPENINGS)).values()
+    for _ in range(2 * _MOST_OPENINGS):
+        go_on(bodies, long)
+        again = [bodies.read(spelled(long)) for _ in range(2)]
+        for body in again:
+            bodies.keep(body, body.value["messages"])
+    for messages in others:
+        go_on(bodies, messages)
+    assert len(whole) == _MOST_OPENINGS
+
+
+def test_of_two_that_a_body_begins_with_the_longer_one_counts(whole: list[bytes]) -> None:
+    bodies = Bodies()
+    short, long = [bodies.read(spelled(MESSAGES[:count])) for count in (1, 4)]
+    bodies.keep(long, long.value["messages"])
+    bodies.keep(short, short.value["messages"])
+    body = bodies.read(spelled(MESSAGES))
+    assert [*map(id, body.value["messages"][:4])] == [*map(id, long.value["messages"])]
+    assert len(whole) == 2
+
+
+@given(st.data())
+def test_bodies_of_conversations_in_any_order_say_what_they_say_as_a_whole(
+    data: st.DataObject,
+) -> None:
+    """Clients keep to their spelling; some requests are answered after others were read."""
+    sent: list[list[Any]] = [[]]
+    under_way: list[tuple[Body, list[Any]]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_bodies, "_MOST_OPENINGS", data.draw(st.integers(1, 4)))
+        bodies = Bodies()
+        for _ in range(data.draw(st.integers(1, 20))):
+            before = data.draw(st.sampled_from(sent[-6:]))
+            messages = [*before, *data.draw(st.lists(st.sampled_from(MESSAGES), max_size=2))]
+            sent.append(messages)
+            text = spelled(messages, **data.draw(st.sampled_from([{}, {}, {"tools": []}])))
+            body = bodies.read(text)
+            assert body.value == orjson.loads(text)
+            assert body.digest == hashlib.sha256(text).digest()
+            under_way.append((body, copy.deepcopy(messages)))
+            while under_way and data.draw(st.booleans()):
+                bodies.keep(*under_way.pop(data.draw(st.integers(0, len(under_way) - 1))))
 
 
 def test_the_end_of_messages_is_looked_for_ever_less_often(

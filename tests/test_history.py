@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import strategies
-from turnleaf.gateway._history import History, Match, ThinkingRetention
+from turnleaf.gateway._history import _MOST_LATEST, History, Match, ThinkingRetention
 from turnleaf.gateway.protocols import RequestError, normalise
 
 USER = {"role": "user", "content": "What is 2+2 and 3*3?"}
@@ -455,7 +455,7 @@ def test_arguments_keep_the_order_in_which_they_are_sent() -> None:
 
 def one_that_recalls_and_one_that_does_not() -> list[History]:
     histories = [History(), History()]
-    histories[1]._recall = lambda *_: []  # type: ignore[method-assign]  # which is the reference
+    histories[1]._recall = lambda *_: (None, 0)  # type: ignore[method-assign]  # which is the reference
     return histories
 
 
@@ -512,6 +512,57 @@ def test_only_what_follows_the_last_match_is_looked_up() -> None:
         conversation = history.read(messages, None)
         assert history._start(conversation).depth == 2 * turn
         assert len(conversation._known) == 2 * turn + 3
+
+
+def several(count: int) -> list[list[dict[str, Any]]]:
+    """So many conversations that have nothing in common."""
+    return [[{"role": "system", "content": f"You are number {at}."}, USER] for at in range(count)]
+
+
+def goes_on(history: History, conversations: list[list[dict[str, Any]]], turn: int) -> list[int]:
+    """A turn of each, all in flight at once; how many messages of each were recalled."""
+    begun = []
+    for messages in conversations:
+        conversation = history.read(messages, None)
+        assert history._start(conversation).depth == (2 * turn - 1 if turn > 1 else 0)
+        begun.append((messages, conversation, history.match(conversation, delivered)))
+    for at, (messages, conversation, match) in enumerate(begun):
+        reply = {"role": "assistant", "content": f"reply {turn}"}
+        history.record(conversation, match, reply, f"turn-{turn}.{at}", shows_reasoning=False)
+        messages += [reply, {"role": "user", "content": f"next {turn}"}]
+    return [conversation._recalled for _, conversation, _ in begun]
+
+
+def test_conversations_in_turn_are_all_recalled_and_followed_from_where_they_were_left() -> None:
+    history = History()
+    conversations = several(_MOST_LATEST)
+    assert goes_on(history, conversations, 0) == [0] * _MOST_LATEST
+    for turn in range(1, 5):
+        assert goes_on(history, conversations, turn) == [2 * turn + 1] * _MOST_LATEST
+
+
+def test_of_too_many_conversations_the_latest_are_recalled() -> None:
+    history = History()
+    conversations = several(_MOST_LATEST + 1)
+    goes_on(history, conversations, 0)
+    recalled = [history.read(messages, None)._recalled for messages in conversations]
+    assert recalled == [0] + [3] * _MOST_LATEST
+
+
+def test_a_conversation_counts_once_however_long_it_is() -> None:
+    history = History()
+    others = several(_MOST_LATEST - 1)
+    goes_on(history, others, 0)
+    for _ in dialogue(history, turns=_MOST_LATEST + 1):
+        pass
+    assert goes_on(history, others, 1) == [3] * len(others)
+
+
+def test_of_conversations_that_begin_alike_the_one_that_shares_most_is_recalled() -> None:
+    history = History()
+    long = [*dialogue(history, turns=4)][-1]
+    recorded(history, [USER], {"role": "assistant", "content": "else"}, "other")
+    assert history.read(long, None)._recalled == 7
 
 
 def test_a_reply_recorded_during_a_call_is_found_behind_it() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import Recorded, recorded, recorded_by_gateway, token_lists
 from turnleaf.core import Leaf, Place, Replay, Trajectory, TrajectoryError, Turn
+from turnleaf.core._trajectory import _MOST_PATHS
 
 Position = tuple[str, int]
 """A token by where it came from: the turn that contributed it, and its place on the path."""
@@ -159,12 +160,20 @@ def holds_whole(leaf: Leaf, turn: Turn) -> bool:
     return follows[leaf.turns.index(turn)] == turn.end
 
 
-@given(recorded)
-def test_tokens_through_a_turn_are_its_full_prompt_and_output(recorded: Recorded) -> None:
-    for turn in recorded.trajectory.turns:
-        tokens = recorded.trajectory.tokens_through(turn.id)
-        assert tokens.dtype == np.int32
-        assert tokens.tolist() == recorded.prompts[turn.id] + turn.output.tolist()
+@given(recorded, st.data())
+def test_tokens_through_a_turn_are_its_full_prompt_and_output(
+    recorded: Recorded, data: st.DataObject
+) -> None:
+    """Whichever were asked for before, and whatever was added since."""
+    trajectory = Trajectory()
+    added: list[Turn] = []
+    for turn in recorded.trajectory._turns.values():
+        trajectory.add(turn)
+        added.append(turn)
+        for asked in data.draw(st.lists(st.sampled_from(added), max_size=3)):
+            tokens = trajectory.tokens_through(asked.id)
+            assert tokens.dtype == np.int32
+            assert tokens.tolist() == recorded.prompts[asked.id] + asked.output.tolist()
 
 
 @given(recorded, st.data())
@@ -411,6 +420,26 @@ def test_a_leaf_with_nothing_to_train_is_not_emitted() -> None:
     assert leaf.tokens.tolist() == [1, 2, 3, 4]
     assert Trajectory().leaves() == []
     assert Trajectory([turn("nothing", 0)]).leaves() == []
+
+
+def test_paths_that_go_on_in_turn_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked: list[str] = []
+    walk = Trajectory._path
+    monkeypatch.setattr(
+        Trajectory, "_path", lambda self, turn_id: walked.append(turn_id) or walk(self, turn_id)
+    )
+    trajectory = Trajectory([turn(f"{at}.0", at, prompt=[at]) for at in range(_MOST_PATHS + 1)])
+    for length in range(1, 6):
+        for at in range(_MOST_PATHS):
+            parent = f"{at}.{length - 1}"
+            assert trajectory.tokens_through(parent).tolist() == [at] * length
+            trajectory.add(turn(f"{at}.{length}", length * 100 + at, parent, length, prompt=[at]))
+    expected = [f"{at}.0" for at in range(_MOST_PATHS + 1)]
+    assert walked == expected[:-1]
+    # One more is one too many.
+    for name in ("0.5", expected[-1], "0.5", "1.5"):
+        trajectory.tokens_through(name)
+    assert walked == [*expected, "1.5"]
 
 
 def test_locate_looks_below_turns_that_the_prompt_does_not_reach() -> None:

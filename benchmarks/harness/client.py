@@ -2,9 +2,9 @@
 
 Configuration, one line of JSON on stdin: `agents` (a list of `[base_url, api_key]`) and the fields
 of `loads.Load`. Where that has a `before`, it prints a line when all agents have come so far, and
-goes on when it reads one. A streamed turn is a conversation of its own; others continue each other.
-In the end it prints one line of JSON: `{"seconds": [[of each turn, …] of each agent, …],
-"failures": [message, …]}`; an agent that fails has no turns.
+goes on when it reads one. A streamed turn is a conversation of its own; the others are those of the
+agent's `conversations` in turn. In the end it prints one line of JSON: `{"seconds":
+[[of each turn, …] of each agent, …], "failures": [message, …]}`; an agent that fails has no turns.
 """
 
 import asyncio
@@ -83,13 +83,17 @@ async def agent(
     """The seconds that each turn took."""
     drawn = random.Random(number)
     await asyncio.sleep(config["stagger"] * number / len(config["agents"]))
-    messages = [{"role": "system", "content": SYSTEM}, user_message(drawn, config)]
+    conversations = [
+        [{"role": "system", "content": SYSTEM}, user_message(drawn, config)]
+        for _ in range(config["conversations"])
+    ]
     seconds = []
     try:
         for turn in range(config["turns"]):
             if turn and turn == config["before"]:
                 pause.reach(number)
                 await pause.over.wait()
+            messages = conversations[turn % len(conversations)]
             began = time.perf_counter()
             said = await asked(http, config, number, messages)
             seconds.append(time.perf_counter() - began)

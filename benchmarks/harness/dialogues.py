@@ -14,11 +14,14 @@ DIALOGUES = {
     "128 × 4 turns": Load(sessions=128, turns=4, words=100),
     "16 × 16 turns": Load(sessions=16, turns=16),
     "8 × 64 turns": Load(sessions=8, turns=64),
+    "4 × 2 × 64 turns": Load(sessions=4, turns=128, conversations=2),
 }
 CPU_BARS = {"128 × 4 turns": 1 / 2, "16 × 16 turns": 1 / 3, "8 × 64 turns": 1 / 5}
 """At most so much of the toolkit's better mode."""
 FLAT_BAR = 2.0
 """A turn of the longest dialogues costs at most so much more than one of the shortest."""
+TWO_BAR = 1.5
+"""So does a turn of two conversations that one key has in turn, than one of one conversation."""
 MEMORY_BAR = 1 / 8
 SHORT = {
     "32 × 4 turns": Load(sessions=32, turns=4, words=100),
@@ -89,8 +92,9 @@ def _lines(measured: Mapping[str, Measured]) -> Iterator[str]:
 def _bars(measured: Mapping[str, Measured]) -> Iterator[Bar]:
     ours = measured["turnleaf"]
     others = [m for name, m in measured.items() if name != "turnleaf"]
-    shortest, *_, longest = DIALOGUES
+    shortest, _, longest, two = DIALOGUES
     yield Bar("64 turns / 4 turns", ours.cpu_ms(longest) / ours.cpu_ms(shortest), FLAT_BAR)
+    yield Bar("two conversations / one", ours.cpu_ms(two) / ours.cpu_ms(longest), TWO_BAR)
     if not others:
         return
     for load, bar in CPU_BARS.items():

@@ -17,14 +17,15 @@ TOKENS = 128
 class Load:
     """Agents that run at once.
 
-    turns: of each. words: of each tool result. first_words: of the user's message. tokens: of each
-    reply, which is a tool call unless they are streamed. stagger: seconds over which the agents
-    begin. before: turns of each agent that are not measured: all agents stop behind them, and go on
-    together.
+    turns: of each. conversations: of each, which take turns. words: of each tool result.
+    first_words: of the user's message. tokens: of each reply, which is a tool call unless they are
+    streamed. stagger: seconds over which the agents begin. before: turns of each agent that are not
+    measured: all agents stop behind them, and go on together.
     """
 
     sessions: int
     turns: int
+    conversations: int = 1
     words: int = 300
     first_words: int = 40
     tokens: int = TOKENS

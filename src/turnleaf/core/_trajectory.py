@@ -17,6 +17,8 @@ __all__ = ["Leaf", "Place", "Trajectory"]
 
 LossMask = npt.NDArray[np.bool_]
 
+_MOST_PATHS = 8
+
 
 class Place(NamedTuple):
     """Where a full prompt attaches to a trajectory.
@@ -87,9 +89,8 @@ class Trajectory:
         self._indices: set[int] = set()
         # Length of each turn's path, number in the order of their addition, and id.
         self._ends: list[tuple[int, int, str]] = []
-        # What a turn's path consists of: of the one that was last asked for, or has extended it.
-        self._path_of: str | None = None
-        self._path_arrays: list[TokenIds] = []
+        # What a turn's path consists of: of those that were last asked for, or have extended one.
+        self._paths: dict[str | None, list[TokenIds]] = {}
         self._experts: tuple[int, ...] | None = None
         for turn in turns:
             self.add(turn)
@@ -157,9 +158,9 @@ class Trajectory:
                 )
             self._experts = shape
         extends = turn.parent is not None and turn.keep == self._turns[turn.parent].end
-        if extends and turn.parent == self._path_of:
-            self._path_of = turn.id
-            self._path_arrays += turn.prompt, turn.output
+        if extends and turn.parent in self._paths:
+            self._paths[turn.id] = self._paths.pop(turn.parent)
+            self._paths[turn.id] += turn.prompt, turn.output
         self._turns[turn.id] = turn
         self._indices.add(turn.index)
         insort(self._ends, (turn.end, len(self._ends), turn.id))
@@ -208,10 +209,11 @@ class Trajectory:
 
     def tokens_through(self, turn_id: str) -> TokenIds:
         """int32[n]: the turn's full prompt and its output."""
-        if turn_id != self._path_of:
-            self._path_arrays = _arrays(self._path(turn_id))
-            self._path_of = turn_id
-        return _join(self._path_arrays, np.int32)
+        arrays = self._paths.pop(turn_id, None) or _arrays(self._path(turn_id))
+        self._paths[turn_id] = arrays
+        if len(self._paths) > _MOST_PATHS:
+            del self._paths[next(iter(self._paths))]
+        return _join(arrays, np.int32)
 
     def leaves(self) -> list[Leaf]:
         """The token sequences to train, in the order of their last turns' indices.

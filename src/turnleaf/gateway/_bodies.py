@@ -21,6 +21,7 @@ _CONTINUED = secrets.token_hex(16).encode()
 _SCANNER = json.JSONDecoder()
 """Tells where a value ends."""
 _SEPARATORS = re.compile(r"[ \t\n\r,:]*")
+_MOST_OPENINGS = 8
 _MOST_FIELDS = 100
 _MOST_MESSAGES = 10_000
 _MOST_CHARACTERS = 1_000_000
@@ -47,24 +48,26 @@ class Body:
     """A request body.
 
     value: what it says. digest: SHA-256 of its bytes. new_size: how many of them repeat no earlier
-    body's. opening: None where its end is not known.
+    body's. opening: None where its end is not known. continues: another's, with which it begins.
     """
 
     value: Any
     digest: bytes
     new_size: int
     _opening: _Opening | None
+    _continues: _Opening | None
 
 
 class Bodies:
-    """Decodes request bodies, of which most repeat the one before and add to its messages.
+    """Decodes request bodies, of which most repeat an earlier one and add to its messages.
 
-    Where a body begins with the very bytes of the one that was kept last, up to the end of that
-    one's messages, only what follows is decoded. Only their digest is kept of these bytes.
+    Where a body begins with the very bytes of one that was kept, up to the end of that one's
+    messages, only what follows is decoded. Only their digest is kept of these bytes, and not of
+    more than the last few conversations.
     """
 
     def __init__(self) -> None:
-        self._opening: _Opening | None = None
+        self._openings: list[_Opening] = []
         self._misses = 0
 
     def read(self, data: bytes) -> Body:
@@ -72,34 +75,53 @@ class Bodies:
 
         Messages that it repeats are the very objects that were kept; nobody may change them.
         """
-        opening = self._opening
-        size = 0 if opening is None else opening.size
         # Of digests that no client can make equal, the one that processors have instructions for.
-        digest = hashlib.sha256(memoryview(data)[:size])
-        if opening is not None and digest.digest() == opening.digest:
-            body = _continued(opening, data[size:], digest)
+        digest = hashlib.sha256()
+        hashed = 0
+        begun: tuple[_Opening, _Hash] | None = None
+        for opening in sorted(self._openings, key=lambda one: one.size):
+            if opening.size > len(data):
+                break
+            digest.update(memoryview(data)[hashed : opening.size])
+            hashed = opening.size
+            if digest.digest() == opening.digest:
+                begun = opening, digest.copy()
+        if begun is not None:
+            body = _continued(*begun, data)
             if body is not None:
                 self._misses = 0
                 return body
         value = decoded(data)
-        digest.update(memoryview(data)[size:])
+        digest.update(memoryview(data)[hashed:])
         self._misses += 1
         # Some clients put another value before the messages each time. To look for the end of
         # these takes longer than to decode them, so it is tried after 1, 2, 4, 8 … misses.
         found = _found(data, value) if self._misses.bit_count() == 1 else None
-        return Body(value, digest.digest(), len(data), found)
+        return Body(value, digest.digest(), len(data), found, None)
 
     def keep(self, body: Body, messages: list[Any]) -> None:
-        """Expect further bodies to begin like this one. messages: those of the body, or equals."""
-        if body._opening is not None:
-            self._opening = attrs.evolve(body._opening, messages=messages)
+        """Expect further bodies to begin like this one. messages: those of the body, or equals.
+
+        They are no longer expected to begin like the one that it continues.
+        """
+        opening = body._opening
+        if opening is None:
+            return
+        others = [
+            other
+            for other in self._openings
+            if other is not body._continues and other.digest != opening.digest
+        ]
+        kept = attrs.evolve(opening, messages=messages)
+        self._openings = [*others, kept][-_MOST_OPENINGS:]
 
 
-def _continued(opening: _Opening, rest: bytes, digest: "_Hash") -> Body | None:
-    """A body that goes on with `rest` behind an opening. digest: of the bytes before that.
+def _continued(opening: _Opening, digest: "_Hash", data: bytes) -> Body | None:
+    """A body that begins with an opening. digest: of the opening's bytes.
 
-    None, and the digest is as it was, where only the whole body tells what it says.
+    None where only the whole body tells what it says.
     """
+    rest = data[opening.size :]
     read = _read_on(rest)
     if read is None:
         return None
@@ -111,11 +133,11 @@ def _continued(opening: _Opening, rest: bytes, digest: "_Hash") -> Body | None:
         end = len(text[: _end_of_values(text, 0, len(added))].encode())
     except _UNREADABLE:
         digest.update(rest)
-        return Body(value, digest.digest(), len(rest), None)
+        return Body(value, digest.digest(), len(rest), None, opening)
     digest.update(rest[:end])
     begun = _Opening(opening.size + end, digest.digest(), opening.fields, messages)
     digest.update(rest[end:])
-    return Body(value, digest.digest(), len(rest), begun)
+    return Body(value, digest.digest(), len(rest), begun, opening)
 
 
 def _read_on(rest: bytes) -> tuple[list[Any], dict[str, Any]] | None:

@@ -18,6 +18,8 @@ ThinkingRetention = Literal["template", "tool_cycle", "all"]
 """How long the reasoning of a path stays in it: as long as the chat template shows it; at least
 until a user speaks; or as long as the path goes on."""
 
+_MOST_LATEST = 8
+
 
 @attrs.frozen(eq=False)
 class _Reply:
@@ -65,17 +67,18 @@ class _Reached:
 
 @attrs.frozen(eq=False)
 class _Latest:
-    """The conversation of the turn that was recorded last, with its reply.
+    """A conversation as of its latest turn, with the reply.
 
     keys: what the node of each message is found by below its parent. reached: from where on a
-    conversation that begins like it is followed; None for the root. It holds until another turn
-    is recorded.
+    conversation that begins like it is followed; None for the root. recorded: how many turns were
+    recorded with it.
     """
 
     tools: bytes
     known: list[Known]
     keys: list[ChildKey]
     reached: _Reached | None
+    recorded: int
 
 
 @attrs.frozen(eq=False)
@@ -83,7 +86,7 @@ class Conversation:
     """A request's messages, and the tools that it offers.
 
     keys: what the node of each message is found by below its parent. recalled: how many messages,
-    from the first on, are those of `latest`, the turn that was recorded last.
+    from the first on, are those of `latest`, the one of the latest conversations that shares most.
     """
 
     _tools: bytes
@@ -92,6 +95,10 @@ class Conversation:
     _keys: list[ChildKey]
     _recalled: int
     _latest: _Latest | None
+
+    def goes_on_from(self, latest: _Latest) -> bool:
+        """Whether it repeats all messages of another, but perhaps its reply."""
+        return latest is self._latest and self._recalled >= len(latest.known) - 1
 
     @property
     def size(self) -> int:
@@ -185,18 +192,18 @@ class History:
         self._restore = client_reasoning == "restore"
         self._retention = thinking_retention
         self._known = KnownMessages()
-        self._latest: _Latest | None = None
+        self._latest: tuple[_Latest, ...] = ()
         self._roots: dict[bytes, _Node] = {}
         self._recorded = 0
+        self._is_ambiguous = False
 
     def read(self, raw_messages: Sequence[Any], tools: Any) -> Conversation:
         """Take in a request's messages; raises RequestError that names the field at fault.
 
         Changes nothing, and may run in a thread while turns are recorded.
         """
-        latest = self._latest
-        known = self._recall(latest, raw_messages)
-        recalled = len(known)
+        latest, recalled = self._recall(raw_messages)
+        known = latest.known[:recalled] if latest else []
         try:
             known += [
                 self._known.know(raw_messages[at], f"messages[{at}]")
@@ -208,15 +215,18 @@ class History:
         keys = (latest.keys[:recalled] if latest else []) + child_keys(known, recalled)
         return Conversation(digest_of(raw_tools), len(raw_tools), known, keys, recalled, latest)
 
-    def _recall(self, latest: _Latest | None, raw_messages: Sequence[Any]) -> list[Known]:
-        """The messages, up to the first that is not as in the turn that was recorded last."""
-        seen = latest.known if latest else []
-        recalled = 0
-        for known, raw in zip(seen, raw_messages, strict=False):
-            if not known.is_repeated_by(raw):
-                break
-            recalled += 1
-        return seen[:recalled]
+    def _recall(self, raw_messages: Sequence[Any]) -> tuple[_Latest | None, int]:
+        """Which conversation has the most of these first messages just so, and how many."""
+        best, most = None, 0
+        for latest in self._latest:
+            recalled = 0
+            for known, raw in zip(latest.known, raw_messages, strict=False):
+                if not known.is_repeated_by(raw):
+                    break
+                recalled += 1
+            if recalled > most:
+                best, most = latest, recalled
+        return best, most
 
     def match(self, conversation: Conversation, delivered: Callable[[str], bool]) -> Match | None:
         """The latest turn whose messages and reply the conversation begins with, if any.
@@ -258,12 +268,17 @@ class History:
     def _start(self, conversation: Conversation) -> _Reached:
         """From where on a conversation is to be followed."""
         latest = conversation._latest
-        if latest is not None and latest is self._latest and latest.tools == conversation._tools:
+        if latest and latest.tools == conversation._tools and self._is_all_since(latest.recorded):
             reached = latest.reached
             if reached is not None and reached.depth <= conversation._recalled:
                 return reached
         root = self._roots.get(conversation._tools)
         return _Reached(0, [root] if root else [])
+
+    def _is_all_since(self, recorded: int) -> bool:
+        """Whether messages that led to some nodes when so many turns were recorded lead to no
+        others now."""
+        return recorded == self._recorded or not self._is_ambiguous
 
     def record(
         self,
@@ -284,11 +299,11 @@ class History:
         else:
             node, start = match._node, len(match._matched)
         for at in range(start, len(conversation._known)):
-            node = _child(node, conversation._known[at], conversation._keys[at])
+            node = self._child(node, conversation._known[at], conversation._keys[at])
         known = self._known.know(reply, "reply")
-        self._remember(conversation, match, known)
+        reached = match._reached if match and self._is_all_since(match._recorded) else None
         repeated = any(child.replies for same in node.children.values() for child in same)
-        node = _child(node, known, known.key)
+        node = self._child(node, known, known.key)
         node.replies.append(
             _Reply(
                 turn_id=turn_id,
@@ -300,32 +315,35 @@ class History:
             )
         )
         self._recorded += 1
+        self._remember(conversation, known, reached)
         return repeated
 
-    def _remember(self, conversation: Conversation, match: Match | None, reply: Known) -> None:
+    def _child(self, node: _Node, known: Known, key: ChildKey) -> _Node:
+        variants = node.children.setdefault(key, [])
+        for variant in variants:
+            if variant.reasoning == known.reasoning:
+                return variant
+        child = _Node(node, known.message, known.reasoning)
+        # As long as there is one variant of each message, the same ones lead to the same node.
+        self._is_ambiguous |= bool(variants)
+        variants.append(child)
+        return child
+
+    def _remember(self, conversation: Conversation, reply: Known, reached: _Reached | None) -> None:
+        """reached: by what the turn continued; its own nodes are below those."""
         # The messages of the turn that it continues too: a client has a spelling of its own for
         # what it was sent.
         for one in (*conversation._known[conversation._recalled :], reply):
             self._known.remember(one)
-        # This turn's own nodes are below those that the match reached. Others', recorded since the
-        # match, may be beside them.
-        reached = match._reached if match and match._recorded == self._recorded else None
-        self._latest = _Latest(
+        latest = _Latest(
             tools=conversation._tools,
             known=[*conversation._known, reply],
             keys=[*conversation._keys, reply.key],
             reached=reached,
+            recorded=self._recorded,
         )
-
-
-def _child(node: _Node, known: Known, key: ChildKey) -> _Node:
-    variants = node.children.setdefault(key, [])
-    for variant in variants:
-        if variant.reasoning == known.reasoning:
-            return variant
-    child = _Node(node, known.message, known.reasoning)
-    variants.append(child)
-    return child
+        others = [other for other in self._latest if not conversation.goes_on_from(other)]
+        self._latest = (*others, latest)[-_MOST_LATEST:]
 
 
 def _asks(messages: Sequence[Known]) -> bool:
