@@ -442,6 +442,44 @@ def test_paths_that_go_on_in_turn_are_walked_once(monkeypatch: pytest.MonkeyPatc
     assert walked == [*expected, "1.5"]
 
 
+def test_locate_goes_through_no_other_branch_that_is_as_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trajectory = Trajectory([turn("start", 0, prompt=[0])])
+    for at in range(1, 101):
+        for branch in (1, 2):
+            parent = f"{branch}.{at - 1}" if at > 1 else "start"
+            trajectory.add(turn(f"{branch}.{at}", 2 * at + branch, parent, at, prompt=[branch]))
+    looked_at: list[str] = []
+
+    class Turns(dict[str, Turn]):
+        def __getitem__(self, name: str) -> Turn:
+            looked_at.append(name)
+            return super().__getitem__(name)
+
+    monkeypatch.setattr(trajectory, "_turns", Turns(trajectory._turns))
+    for branch in (1, 2):
+        path = prompt(0, *[branch] * 100, 9)
+        assert trajectory.locate(path, along=f"{branch}.100") == Place(f"{branch}.100", 101)
+    assert len(looked_at) < 20
+    # Nor from each of its turns anew.
+    looked_at.clear()
+    path = prompt(0, *[1] * 20, 9)
+    assert trajectory.locate(path, along="1.20") == Place("1.20", 21)
+    assert len(looked_at) < 500
+
+
+def test_locate_finds_a_sibling_of_what_is_continued_that_goes_on_with_the_same_tokens() -> None:
+    trajectory = Trajectory(
+        [
+            turn("other", 0, prompt=[1, 2], output=[9]),
+            turn("short", 1, "other", 2, output=[3]),
+            turn("long", 2, "other", 2, output=[3, 4]),
+        ]
+    )
+    assert trajectory.locate(prompt(1, 2, 3, 4), along="short") == Place("long", 4)
+
+
 def test_locate_looks_below_turns_that_the_prompt_does_not_reach() -> None:
     """`add` takes a turn that keeps less than its parent kept."""
     trajectory = Trajectory(

@@ -179,7 +179,8 @@ class Trajectory:
         step per turn.
 
         along: id of a turn that the prompt is known to continue: it begins with all tokens of that
-        turn's path, which are not compared. Turns with shorter paths then cost nothing.
+        turn's path, which are not compared. Turns with shorter paths then cost nothing, and a
+        branch beside it one comparison of a turn's own tokens.
         with_experts: only turns that recorded routed experts count. A leaf has experts only if
         all of its turns do, and a call that was aborted before its first token recorded none.
         """
@@ -196,11 +197,12 @@ class Trajectory:
             if may_be_parent(known, known.end):
                 shortest = known.end
         candidates = self._ends[bisect_left(self._ends, (shortest,)) :]
-        if along is not None and len(candidates) > 1:
-            shared |= {piece.turn.id: piece.upto for piece in self._path(along) if piece.whole}
+        reaching = {along: True}
         best, best_rank = Place(None, 0), (0, False, False, 0)
         for _, order, turn_id in candidates:
             turn = self._turns[turn_id]
+            if shortest and not self._may_share(shortest, turn, prompt, reaching):
+                continue
             matched = self._match(turn, prompt, shared)
             rank = (matched, matched == turn.end, turn.excluded != "undelivered", order)
             if may_be_parent(turn, matched) and rank > best_rank:
@@ -254,6 +256,24 @@ class Trajectory:
             matched = min(at.keep, shared[at.parent])
             shared[at.id] = _shared(at, prompt) if matched == at.keep else matched
         return shared[turn.id]
+
+    def _may_share(
+        self, count: int, turn: Turn, prompt: TokenIds, known: dict[str | None, bool]
+    ) -> bool:
+        """Whether the tokens of the turn's path before that many-th, as far as they are one turn's
+        own, are the prompt's.
+
+        It keeps a search from going through all of another branch. known: of which turns that was
+        found out; those that it takes are added.
+        """
+        beyond = []
+        while turn.id not in known and turn.parent is not None and turn.keep >= count:
+            beyond.append(turn.id)
+            turn = self._turns[turn.parent]
+        if turn.id not in known:
+            known[turn.id] = _shared(turn, prompt) >= count
+        known |= dict.fromkeys(beyond, known[turn.id])
+        return known[turn.id]
 
     def _path(self, turn_id: str) -> list[_Piece]:
         pieces = []
