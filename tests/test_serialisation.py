@@ -1,7 +1,5 @@
 import base64
 import json
-import time
-from collections.abc import Callable
 
 import attrs
 import numpy as np
@@ -10,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.strategies import Recorded, garbage, garbled_trajectories, recorded
+from tests.timing import quickest
 from turnleaf.core import (
     Replay,
     Speculation,
@@ -276,17 +275,8 @@ def test_a_long_turn_is_small_and_quick_beside_lists_of_numbers() -> None:
     def encode() -> None:
         Trajectory.from_json(Trajectory([long]).to_json())
 
-    assert best_of(5, encode) < 0.5 * best_of(5, encode_lists)
-
-
-def best_of(runs: int, call: Callable[[], None]) -> float:
-    """Seconds that the quickest of some runs took."""
-    seconds = []
-    for _ in range(runs):
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    ours, theirs = quickest(5, encode, encode_lists)
+    assert ours < 0.5 * theirs
 
 
 def test_what_was_refused_is_written_only_where_there_is_some() -> None:
