@@ -453,6 +453,46 @@ def test_code_that_ends_the_loop_is_told_from_closing() -> None:
         service.call(where)
 
 
+NEVER_BEGAN = """
+import asyncio, threading, anyio
+from turnleaf.core import Service, ServiceError
+
+began = threading.Event()
+
+async def end_the_loop():
+    before = asyncio.all_tasks()
+    began.set()
+    while asyncio.all_tasks() == before:
+        await asyncio.sleep(0)
+    for task in asyncio.all_tasks():
+        task.cancel()
+    await anyio.sleep_forever()
+
+def ask(function):
+    try:
+        service.call(function)
+    except ServiceError:
+        print("told", flush=True)
+
+service = Service()
+callers = [threading.Thread(target=ask, args=[one]) for one in (end_the_loop, anyio.sleep_forever)]
+for caller in callers:
+    caller.start()
+    began.wait()
+"""
+
+
+def test_who_waits_for_work_that_never_began_is_told_that_the_loop_was_ended() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", NEVER_BEGAN],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert run.stdout == "told\ntold\n"
+
+
 def test_a_forked_process_ends_and_may_use_the_service_itself() -> None:
     program = """
 import os, sys, anyio, threading

@@ -112,8 +112,9 @@ class Service:
         try:
             # A signal breaks off the wait for a lock, but not when it comes just before it: without
             # a look now and then, Ctrl-C would do nothing until the work is done.
-            while not concurrent.futures.wait([future], timeout=SIGNAL_CHECK).done:
-                pass
+            while not future.done():
+                with contextlib.suppress(TimeoutError):  # of this wait: the work's is returned
+                    future.exception(timeout=SIGNAL_CHECK)
             return future.result()
         except concurrent.futures.CancelledError:
             raise self._gone() from None
