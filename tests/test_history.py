@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests import strategies
 from turnleaf.gateway._history import _MOST_LATEST, History, Match, ThinkingRetention
+from turnleaf.gateway._known import Known, digest_of
 from turnleaf.gateway.protocols import RequestError, normalise
 
 USER = {"role": "user", "content": "What is 2+2 and 3*3?"}
@@ -563,6 +564,38 @@ def test_of_conversations_that_begin_alike_the_one_that_shares_most_is_recalled(
     long = [*dialogue(history, turns=4)][-1]
     recorded(history, [USER], {"role": "assistant", "content": "else"}, "other")
     assert history.read(long, None)._recalled == 7
+
+
+def test_what_conversations_begin_with_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History()
+    beginning = [{"role": "user", "content": f"{at}"} for at in range(5)]
+    for at in range(_MOST_LATEST + 1):
+        messages = [*beginning, *[{"role": "user", "content": f"task {at}"}] * bool(at)]
+        recorded(history, copy.deepcopy(messages), SAID[-2], f"turn-{at}")
+    compared: list[Known] = []
+    is_repeated_by = Known.is_repeated_by
+    monkeypatch.setattr(
+        Known,
+        "is_repeated_by",
+        lambda known, raw: compared.append(known) or is_repeated_by(known, raw),
+    )
+    assert history.read(copy.deepcopy(messages), None)._recalled == len(messages)
+    assert len(compared) == len(beginning) + _MOST_LATEST
+
+
+def test_what_differs_is_not_made_bytes_of_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = [{"role": "user", "content": "x", "index": at} for at in range(2)]
+    history = History()
+    recorded(history, [one], SAID[-2], "turn-1")
+    ((known, _),) = [latest.known for latest in history._latest]
+    made: list[bytes] = []
+    monkeypatch.setattr(
+        "turnleaf.gateway._known.digest_of", lambda data: made.append(data) or digest_of(data)
+    )
+    assert not known.is_repeated_by(other)
+    assert made == []
+    assert known.is_repeated_by({**one})
+    assert not known.is_repeated_by({**one, "index": False})
 
 
 def test_a_reply_recorded_during_a_call_is_found_behind_it() -> None:

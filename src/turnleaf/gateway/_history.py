@@ -217,16 +217,18 @@ class History:
 
     def _recall(self, raw_messages: Sequence[Any]) -> tuple[_Latest | None, int]:
         """Which conversation has the most of these first messages just so, and how many."""
-        best, most = None, 0
+        best, recalled = None, list[Known]()
         for latest in self._latest:
-            recalled = 0
-            for known, raw in zip(latest.known, raw_messages, strict=False):
-                if not known.is_repeated_by(raw):
+            shared: list[Known] = []
+            for at, (known, raw) in enumerate(zip(latest.known, raw_messages, strict=False)):
+                # Those that begin alike share what they begin with, which is compared once.
+                is_recalled = at < len(recalled) and known is recalled[at]
+                if not is_recalled and not known.is_repeated_by(raw):
                     break
-                recalled += 1
-            if recalled > most:
-                best, most = latest, recalled
-        return best, most
+                shared.append(known)
+            if len(shared) > len(recalled):
+                best, recalled = latest, shared
+        return best, len(recalled)
 
     def match(self, conversation: Conversation, delivered: Callable[[str], bool]) -> Match | None:
         """The latest turn whose messages and reply the conversation begins with, if any.
