@@ -559,6 +559,17 @@ def test_a_conversation_counts_once_however_long_it_is() -> None:
     assert goes_on(history, others, 1) == [3] * len(others)
 
 
+def test_a_conversation_counts_once_however_many_replies_it_has() -> None:
+    history = History()
+    others = several(_MOST_LATEST - 1)
+    goes_on(history, others, 0)
+    conversation = history.read([USER], None)
+    for at in range(_MOST_LATEST):
+        reply = {"role": "assistant", "content": f"choice {at}"}
+        history.record(conversation, None, reply, f"choice-{at}", shows_reasoning=False)
+    assert goes_on(history, others, 1) == [3] * len(others)
+
+
 def test_of_conversations_that_begin_alike_the_one_that_shares_most_is_recalled() -> None:
     history = History()
     long = [*dialogue(history, turns=4)][-1]

@@ -98,7 +98,8 @@ class Conversation:
 
     def goes_on_from(self, latest: _Latest) -> bool:
         """Whether it repeats all messages of another, but perhaps its reply."""
-        return latest is self._latest and self._recalled >= len(latest.known) - 1
+        asked = latest.known[:-1]
+        return self._known[: len(asked)] == asked
 
     @property
     def size(self) -> int:
