@@ -274,11 +274,12 @@ FIELDS = b",".join(b'"%d":0' % at for at in range(200))
     [
         [b'{"messages":[%b]}' % MANY],
         [b'{%b,"messages":[{}]}' % FIELDS],
+        [b'{"a":%b,"messages":[{}]}' % LONG],
         [b'{"messages":[{}]}', b'{"messages":[{},%b]}' % MANY],
         [b'{"messages":[%b]}' % LONG],
         [b'{"messages":[{}]}', b'{"messages":[{},%b]}' % LONG],
     ],
-    ids=["messages", "fields", "new messages", "characters", "new characters"],
+    ids=["messages", "fields", "field", "new messages", "characters", "new characters"],
 )
 def test_the_end_of_messages_is_not_looked_for_behind_too_much(sent: list[bytes]) -> None:
     bodies = Bodies()

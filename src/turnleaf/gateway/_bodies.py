@@ -25,7 +25,8 @@ _MOST_OPENINGS = 8
 _MOST_FIELDS = 100
 _MOST_MESSAGES = 10_000
 _MOST_CHARACTERS = 1_000_000
-"""For more, the event loop would wait too long until their end is found."""
+"""For more, the event loop would wait too long until their end is found, and too much would be kept
+of the fields before the messages."""
 _UNREADABLE = (ValueError, RecursionError)
 """What is raised for values that are nested too deeply, and for too many."""
 
@@ -159,6 +160,8 @@ def _found(data: bytes, value: Any) -> _Opening | None:
     if not isinstance(messages, list) or not messages:
         return None
     text = data.decode()
+    if len(text) > _MOST_CHARACTERS:
+        return None
     try:
         start = _start_of_messages(text)
         end = _end_of_values(text, start + 1, len(messages))
