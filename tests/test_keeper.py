@@ -257,3 +257,4 @@ def test_a_keeper_that_is_not_needed_imports_little():
 def test_a_keepers_arguments_are_no_secret(keeper):
     keeper.opened("a", client={}, target={})
     assert keeper._process.args[1:] == ["-P", keeping_module._keeper.__file__]
+    keeper.closed("a")
