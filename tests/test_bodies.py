@@ -199,6 +199,18 @@ def test_a_conversation_counts_once_however_long_it_is(whole: list[bytes]) -> No
     assert len(whole) == _MOST_OPENINGS
 
 
+@pytest.mark.parametrize("forks", [1, 3])
+def test_a_conversation_that_forks_is_read_in_part(whole: list[bytes], forks: int) -> None:
+    """As of an agent that asks for a judgement of all that was said, and goes on without it."""
+    bodies = Bodies()
+    messages = [{"role": "system", "content": "main"}]
+    for _ in range(2 * _MOST_OPENINGS):
+        go_on(bodies, messages)
+        for fork in range(forks):
+            go_on(bodies, [*messages, {"role": "user", "content": f"Judge, number {fork}."}])
+    assert len(whole) == 1
+
+
 def test_of_two_that_a_body_begins_with_the_longer_one_counts(whole: list[bytes]) -> None:
     bodies = Bodies()
     short, long = [bodies.read(spelled(MESSAGES[:count])) for count in (1, 4)]

@@ -455,9 +455,9 @@ def test_arguments_keep_the_order_in_which_they_are_sent() -> None:
 
 
 def one_that_recalls_and_one_that_does_not() -> list[History]:
-    histories = [History(), History()]
-    histories[1]._recall = lambda *_: (None, 0)  # type: ignore[method-assign]  # which is the reference
-    return histories
+    recalling, reference = History(), History()
+    reference._recall = lambda *_: (None, 0)  # type: ignore[method-assign]  # recalls nothing
+    return [recalling, reference]
 
 
 def told(match: Match | None) -> Any:

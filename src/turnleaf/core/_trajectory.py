@@ -18,6 +18,7 @@ __all__ = ["Leaf", "Place", "Trajectory"]
 LossMask = npt.NDArray[np.bool_]
 
 _MOST_PATHS = 8
+"""For so many paths that take turns, it is remembered what they consist of."""
 
 
 class Place(NamedTuple):
@@ -90,7 +91,7 @@ class Trajectory:
         # Length of each turn's path, number in the order of their addition, and id.
         self._ends: list[tuple[int, int, str]] = []
         # What a turn's path consists of: of those that were last asked for, or have extended one.
-        self._paths: dict[str | None, list[TokenIds]] = {}
+        self._paths: dict[str, list[TokenIds]] = {}
         self._experts: tuple[int, ...] | None = None
         for turn in turns:
             self.add(turn)
@@ -157,10 +158,11 @@ class Trajectory:
                     f"of earlier turns have {self._experts}"
                 )
             self._experts = shape
-        extends = turn.parent is not None and turn.keep == self._turns[turn.parent].end
-        if extends and turn.parent in self._paths:
-            self._paths[turn.id] = self._paths.pop(turn.parent)
-            self._paths[turn.id] += turn.prompt, turn.output
+        if turn.parent is not None and turn.keep == self._turns[turn.parent].end:
+            arrays = self._paths.pop(turn.parent, None)
+            if arrays is not None:
+                arrays += turn.prompt, turn.output
+                self._paths[turn.id] = arrays
         self._turns[turn.id] = turn
         self._indices.add(turn.index)
         insort(self._ends, (turn.end, len(self._ends), turn.id))

@@ -18,10 +18,13 @@ __all__ = ["Bodies", "Body"]
 
 _CONTINUED = secrets.token_hex(16).encode()
 """What a list of messages is called of which only the rest is read: a name that no client knows."""
+_HASH = hashlib.sha256
+"""Of digests that no client can make equal, the one that processors have instructions for."""
 _SCANNER = json.JSONDecoder()
 """Tells where a value ends."""
 _SEPARATORS = re.compile(r"[ \t\n\r,:]*")
 _MOST_OPENINGS = 8
+"""So many conversations of one rollout that take turns are read from where they were left."""
 _MOST_FIELDS = 100
 _MOST_MESSAGES = 10_000
 _MOST_CHARACTERS = 1_000_000
@@ -68,7 +71,9 @@ class Bodies:
     """
 
     def __init__(self) -> None:
-        self._openings: list[_Opening] = []
+        # Those that no other one continues, and those that one does: a conversation may fork.
+        self._latest: list[_Opening] = []
+        self._continued: list[_Opening] = []
         self._misses = 0
 
     def read(self, data: bytes) -> Body:
@@ -76,45 +81,50 @@ class Bodies:
 
         Messages that it repeats are the very objects that were kept; nobody may change them.
         """
-        # Of digests that no client can make equal, the one that processors have instructions for.
-        digest = hashlib.sha256()
-        hashed = 0
-        begun: tuple[_Opening, _Hash] | None = None
-        for opening in sorted(self._openings, key=lambda one: one.size):
-            if opening.size > len(data):
-                break
-            digest.update(memoryview(data)[hashed : opening.size])
-            hashed = opening.size
-            if digest.digest() == opening.digest:
-                begun = opening, digest.copy()
-        if begun is not None:
-            body = _continued(*begun, data)
+        for openings in (self._latest, self._continued):
+            begun = _longest(openings, data)
+            body = None if begun is None else _continued(*begun, data)
             if body is not None:
                 self._misses = 0
                 return body
         value = decoded(data)
-        digest.update(memoryview(data)[hashed:])
         self._misses += 1
         # Some clients put another value before the messages each time. To look for the end of
         # these takes longer than to decode them, so it is tried after 1, 2, 4, 8 … misses.
         found = _found(data, value) if self._misses.bit_count() == 1 else None
-        return Body(value, digest.digest(), len(data), found, None)
+        return Body(value, _HASH(data).digest(), len(data), found, None)
 
     def keep(self, body: Body, messages: list[Any]) -> None:
-        """Expect further bodies to begin like this one. messages: those of the body, or equals.
-
-        They are no longer expected to begin like the one that it continues.
-        """
-        opening = body._opening
+        """Expect further bodies to begin like this one. messages: those of the body, or equals."""
+        opening, continued = body._opening, body._continues
         if opening is None:
             return
-        others = [
-            other
-            for other in self._openings
-            if other is not body._continues and other.digest != opening.digest
-        ]
-        kept = attrs.evolve(opening, messages=messages)
-        self._openings = [*others, kept][-_MOST_OPENINGS:]
+        if continued is not None:
+            self._latest = _without(self._latest, continued)
+            self._continued = _last(self._continued, continued)
+        self._latest = _last(self._latest, attrs.evolve(opening, messages=messages))
+
+
+def _longest(openings: list[_Opening], data: bytes) -> "tuple[_Opening, _Hash] | None":
+    """The longest one that a body begins with, and the digest of its bytes."""
+    digest, hashed, longest = _HASH(), 0, None
+    for opening in sorted(openings, key=lambda one: one.size):
+        if opening.size > len(data):
+            break
+        digest.update(memoryview(data)[hashed : opening.size])
+        hashed = opening.size
+        if digest.digest() == opening.digest:
+            longest = opening, digest.copy()
+    return longest
+
+
+def _without(openings: list[_Opening], one: _Opening) -> list[_Opening]:
+    return [other for other in openings if other.digest != one.digest]
+
+
+def _last(openings: list[_Opening], one: _Opening) -> list[_Opening]:
+    """With this one as the last, and no more of those before than may be kept."""
+    return [*_without(openings, one), one][-_MOST_OPENINGS:]
 
 
 def _continued(opening: _Opening, digest: "_Hash", data: bytes) -> Body | None:
@@ -172,7 +182,7 @@ def _found(data: bytes, value: Any) -> _Opening | None:
         return None  # these are not the messages that count
     fields = orjson.loads(text[:start] + "0}")
     del fields["messages"]
-    return _Opening(len(begun), hashlib.sha256(begun).digest(), fields, messages)
+    return _Opening(len(begun), _HASH(begun).digest(), fields, messages)
 
 
 def _start_of_messages(text: str) -> int:

@@ -19,6 +19,7 @@ ThinkingRetention = Literal["template", "tool_cycle", "all"]
 until a user speaks; or as long as the path goes on."""
 
 _MOST_LATEST = 8
+"""So many conversations of one rollout that take turns are known again from their latest turns."""
 
 
 @attrs.frozen(eq=False)
@@ -220,15 +221,18 @@ class History:
         """Which conversation has the most of these first messages just so, and how many."""
         best, recalled = None, list[Known]()
         for latest in self._latest:
-            shared: list[Known] = []
-            for at, (known, raw) in enumerate(zip(latest.known, raw_messages, strict=False)):
-                # Those that begin alike share what they begin with, which is compared once.
-                is_recalled = at < len(recalled) and known is recalled[at]
-                if not is_recalled and not known.is_repeated_by(raw):
+            at = 0
+            # Those that begin alike share what they begin with, which is compared once.
+            for known, one in zip(latest.known, recalled, strict=False):
+                if known is not one:
                     break
-                shared.append(known)
-            if len(shared) > len(recalled):
-                best, recalled = latest, shared
+                at += 1
+            for known, raw in zip(latest.known[at:], raw_messages[at:], strict=False):
+                if not known.is_repeated_by(raw):
+                    break
+                at += 1
+            if at > len(recalled):
+                best, recalled = latest, latest.known[:at]
         return best, len(recalled)
 
     def match(self, conversation: Conversation, delivered: Callable[[str], bool]) -> Match | None:
@@ -271,16 +275,15 @@ class History:
     def _start(self, conversation: Conversation) -> _Reached:
         """From where on a conversation is to be followed."""
         latest = conversation._latest
-        if latest and latest.tools == conversation._tools and self._is_all_since(latest.recorded):
+        if latest and latest.tools == conversation._tools and self._still_complete(latest.recorded):
             reached = latest.reached
             if reached is not None and reached.depth <= conversation._recalled:
                 return reached
         root = self._roots.get(conversation._tools)
         return _Reached(0, [root] if root else [])
 
-    def _is_all_since(self, recorded: int) -> bool:
-        """Whether messages that led to some nodes when so many turns were recorded lead to no
-        others now."""
+    def _still_complete(self, recorded: int) -> bool:
+        """Whether messages lead to no more nodes than when so many turns were recorded."""
         return recorded == self._recorded or not self._is_ambiguous
 
     def record(
@@ -304,7 +307,7 @@ class History:
         for at in range(start, len(conversation._known)):
             node = self._child(node, conversation._known[at], conversation._keys[at])
         known = self._known.know(reply, "reply")
-        reached = match._reached if match and self._is_all_since(match._recorded) else None
+        reached = match._reached if match and self._still_complete(match._recorded) else None
         repeated = any(child.replies for same in node.children.values() for child in same)
         node = self._child(node, known, known.key)
         node.replies.append(
