@@ -262,11 +262,11 @@ class Trajectory:
     def _may_share(
         self, count: int, turn: Turn, prompt: TokenIds, known: dict[str | None, bool]
     ) -> bool:
-        """Whether the tokens of the turn's path before that many-th, as far as they are one turn's
-        own, are the prompt's.
+        """Whether the prompt may share that many tokens of the turn's path.
 
-        It keeps a search from going through all of another branch. known: of which turns that was
-        found out; those that it takes are added.
+        Of these, only the own ones of the turn that adds the last are compared, which keeps a
+        search from going through all of another branch. known: of which turns that was found out;
+        those that it takes are added.
         """
         beyond = []
         while turn.id not in known and turn.parent is not None and turn.keep >= count:
