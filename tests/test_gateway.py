@@ -606,26 +606,30 @@ async def test_a_body_is_limited_by_what_the_context_can_hold() -> None:
 async def test_a_long_text_does_not_hold_up_the_event_loop() -> None:
     async with running_gateway([{"text": "x"}], max_context_tokens=40_000) as stack:
         key = await stack.open()
-        longest, over = 0.0, asyncio.Event()
 
-        async def beat() -> None:
-            nonlocal longest
+        async def longest_beat(over: asyncio.Event) -> float:
+            longest = 0.0
             while not over.is_set():
                 began = time.monotonic()
                 await asyncio.sleep(0.001)
                 longest = max(longest, time.monotonic() - began)
+            return longest
 
         long = [{"role": "user", "content": "lorem ipsum " * 200_000}]
         began = time.monotonic()
         renderer("qwen3").render(long)
         alone = time.monotonic() - began
-        beating = asyncio.ensure_future(beat())
-        async with openai_client(key) as client:
-            with pytest.raises(openai.BadRequestError, match="maximum context length"):
-                await ask(client, long)
-        over.set()
-        await beating
-        assert longest < alone / 2
+        held_up = []
+        # More than once: a machine that others use stops for half a second now and then, too.
+        for _ in range(3):
+            over = asyncio.Event()
+            beating = asyncio.ensure_future(longest_beat(over))
+            async with openai_client(key) as client:
+                with pytest.raises(openai.BadRequestError, match="maximum context length"):
+                    await ask(client, long)
+            over.set()
+            held_up.append(await beating)
+        assert min(held_up) < alone / 2
         await stack.close(key)
 
 
