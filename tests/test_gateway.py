@@ -620,7 +620,7 @@ async def test_a_long_text_does_not_hold_up_the_event_loop() -> None:
         renderer("qwen3").render(long)
         alone = time.monotonic() - began
         held_up = []
-        # More than once: a machine that others use stops for half a second now and then, too.
+        # More than once: what else is on the machine, or garbage of other tests, stops it, too.
         for _ in range(3):
             over = asyncio.Event()
             beating = asyncio.ensure_future(longest_beat(over))
