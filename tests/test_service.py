@@ -22,6 +22,15 @@ async def where() -> int:
     return threading.get_ident()
 
 
+def ended_well(program: str, *, warnings: str = "default") -> subprocess.CompletedProcess[str]:
+    """A Python program that has ended well, with what it wrote."""
+    run = subprocess.run(
+        [sys.executable, "-W", warnings, "-c", program], timeout=60, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    return run
+
+
 async def refuse() -> None:
     raise SettingsError("bare")
 
@@ -352,14 +361,7 @@ print(service.call(answer))
 
 
 def test_a_loop_that_cannot_start_is_told_and_tried_again() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", NO_FILE_LEFT],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert run.stdout == "EMFILE\nEMFILE\n42\n"
+    assert ended_well(NO_FILE_LEFT).stdout == "EMFILE\nEMFILE\n42\n"
 
 
 class HeldBack:
@@ -422,13 +424,7 @@ service.call(work)
 
 
 def test_the_interpreter_ends_only_after_the_clean_up() -> None:
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", LEFT_OPEN],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    run = ended_well(LEFT_OPEN, warnings="error")
     assert (run.stdout, run.stderr) == ("cleaned up\n", "")
 
 
@@ -483,14 +479,7 @@ for caller in callers:
 
 
 def test_who_waits_for_work_that_never_began_is_told_that_the_loop_was_ended() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", NEVER_BEGAN],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert run.stdout == "told\ntold\n"
+    assert ended_well(NEVER_BEGAN).stdout == "told\ntold\n"
 
 
 def test_a_forked_process_ends_and_may_use_the_service_itself() -> None:
@@ -511,7 +500,4 @@ _, status = os.waitpid(child, 0)
 assert os.waitstatus_to_exitcode(status) == 7
 service.call(where)
 """
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], timeout=60, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended_well(program, warnings="ignore")

@@ -166,14 +166,18 @@ def test_tokens_through_a_turn_are_its_full_prompt_and_output(
 ) -> None:
     """Whichever were asked for before, and whatever was added since."""
     trajectory = Trajectory()
-    added: list[Turn] = []
+
+    def ask(turn: Turn) -> None:
+        tokens = trajectory.tokens_through(turn.id)
+        assert tokens.dtype == np.int32
+        assert tokens.tolist() == recorded.prompts[turn.id] + turn.output.tolist()
+
     for turn in recorded.trajectory._turns.values():
         trajectory.add(turn)
-        added.append(turn)
-        for asked in data.draw(st.lists(st.sampled_from(added), max_size=3)):
-            tokens = trajectory.tokens_through(asked.id)
-            assert tokens.dtype == np.int32
-            assert tokens.tolist() == recorded.prompts[asked.id] + asked.output.tolist()
+        for asked in data.draw(st.lists(st.sampled_from(trajectory.turns), max_size=3)):
+            ask(asked)
+    for turn in trajectory.turns:
+        ask(turn)
 
 
 @given(recorded, st.data())
